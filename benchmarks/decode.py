@@ -1,8 +1,8 @@
 """Decoding and prompts: the compiled runner against llama.cpp, transformers and what the memory gives.
 
     python benchmarks/decode.py [--shapes S M] [--weights int4 int8 bf16] [--peers llama.cpp transformers]
-        [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv float16] [--activations 16]
-        [--sparsity 2:4 50%] [--clock cpu] [--layers 8]
+        [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv float16 ...]
+        [--activations 16] [--sparsity 2:4 50%] [--clock cpu] [--layers 8]
 
 Models are of random weights: Llamas S of 88 M parameters and M of 1.1 B; mixtures of experts 1B-A0.3B (16
 layers of 1024, 8 of 32 experts of 640 neurons: 1.1 B parameters, 0.35 B of them active) and 7B-A1B (the
@@ -17,6 +17,8 @@ round in reverse; a ratio is the median over rounds of ours over the peer's in t
                    active experts, and for one sequence only
     --sparsity     the same model with two of each four weights zero (2:4), or half of them anywhere (50%),
                    head and embedding dense: tokens/s over those of the dense model, the goal at batch 1
+    --kv           the format of keys and values; of several each but the first is a runner of its own, and
+                   its tokens/s stand over those of the first
     memory         GB/s of reading 256 MB in huge pages by the same threads, four streams each, measured
                    right before and after; ``part`` is GB/s as a part of it
     --clock cpu    seconds are the processor's, of all threads of a runner, where others use the machine: with
@@ -58,8 +60,9 @@ from attar.kernels.product import ThreadPool
 
 PROBE = 1 << 28
 TASKS = {"decode 1": (1, 128), "decode 8": (8, 128), "decode 4k": (1, 4000), "prompt 512": (512, 0)}
+SPARSE = ("2:4", "50%")
 GOALS = {"int4": 1.2, "bf16": 1.45}  # tokens/s of 2:4 weights over those of dense ones, batch 1
-KV_BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "float32": 4.0}
+KV_BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5, "float32": 4.0}
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Timed:
 def main() -> None:
     arguments = parse()
     print(
-        f"{platform.machine()}, torch {torch.__version__}, {arguments.threads} threads, KV {arguments.kv}",
+        f"{platform.machine()}, torch {torch.__version__}, {arguments.threads} threads, KV {arguments.kv[0]}",
         f"activations of {arguments.activations} bits",
     )
     torch.set_num_threads(arguments.threads)
@@ -109,8 +112,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kv", default="float16", choices=sorted(KV_BYTES))
-    parser.add_argument("--sparsity", nargs="*", default=[], choices=["2:4", "50%"])
+    parser.add_argument("--kv", nargs="+", default=["float16"], choices=sorted(KV_BYTES))
+    parser.add_argument("--sparsity", nargs="*", default=[], choices=SPARSE)
     parser.add_argument("--activations", type=int, default=16, choices=[8, 16])
     parser.add_argument("--clock", default="wall", choices=sorted(CLOCKS))
     parser.add_argument("--layers", type=int, default=0)
@@ -125,8 +128,10 @@ def parse() -> argparse.Namespace:
 def built(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Runner]]:
     """The runners, ours first."""
     config = llama_config(shape)
-    settings = kind, arguments.kv, arguments.threads, arguments.activations
+    settings = kind, arguments.kv[0], arguments.threads, arguments.activations
     yield "attar", random_runner(config, *settings, clock=arguments.clock)
+    for kv in arguments.kv[1:]:
+        yield kv, random_runner(config, kind, kv, *settings[2:], clock=arguments.clock)
     for sparsity in arguments.sparsity:
         yield sparsity, random_runner(config, *settings, sparsity, arguments.clock)
     if "llama.cpp" in arguments.peers:
@@ -157,7 +162,9 @@ def measure(
                     known = "num_experts" not in SHAPES[shape] or TASKS[task][0] == 1
                     known = known and arguments.clock == "wall"
                     if isinstance(runner := runners[name], Attar) and known:
-                        times.rate.append(steps * (runner.nbytes + cache_bytes(shape, task, arguments)) / 1e9)
+                        kv = name if name in KV_BYTES else arguments.kv[0]
+                        cache = cache_bytes(shape, task, arguments.tokens, kv)
+                        times.rate.append(steps * (runner.nbytes + cache) / 1e9)
     return seen
 
 
@@ -171,15 +178,15 @@ def rates(runner: Runner, task: str, tokens: int) -> tuple[float, float]:
     return count * tokens / seconds, tokens / seconds
 
 
-def cache_bytes(shape: str, task: str, arguments: argparse.Namespace) -> float:
+def cache_bytes(shape: str, task: str, tokens: int, kv: str) -> float:
     """Keys and values that a step reads."""
     count, start = TASKS[task]
     if task.startswith("prompt"):
         return 0.0
     sizes = SHAPES[shape]
     width = 2 * sizes["num_key_value_heads"] * sizes["hidden_size"] // sizes["num_attention_heads"]
-    limit = min(start + arguments.tokens // 2, CONTEXT)
-    return count * limit * sizes["num_hidden_layers"] * width * KV_BYTES[arguments.kv]
+    limit = min(start + tokens // 2, CONTEXT)
+    return count * limit * sizes["num_hidden_layers"] * width * KV_BYTES[kv]
 
 
 def bandwidth(pool: ThreadPool, buffer: Tensor) -> float:
@@ -203,9 +210,9 @@ def report(label: str, task: str, seen: dict[str, Timed]) -> None:
     for name, peer in seen.items():
         if name == "attar" or not peer.tokens:
             continue
-        if peer.rate:  # of the same kind, sparse
+        if peer.rate or name in (*SPARSE, *KV_BYTES):
             print(line, flush=True)
-            line = sparse_line(label, task, name, peer, ours)
+            line = variant_line(label, task, name, peer, ours)
             continue
         ratios = [a / b for a, b in zip(ours.tokens, peer.tokens, strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
@@ -213,13 +220,14 @@ def report(label: str, task: str, seen: dict[str, Timed]) -> None:
     print(f"{line}  load {os.getloadavg()[0]:.1f}", flush=True)
 
 
-def sparse_line(label: str, task: str, name: str, sparse: Timed, dense: Timed) -> str:
-    """Of a sparse model, over the dense one."""
-    ratios = [a / b for a, b in zip(sparse.tokens, dense.tokens, strict=True)]
+def variant_line(label: str, task: str, name: str, variant: Timed, ours: Timed) -> str:
+    """Of a sparse model or another format of keys and values, over the first runner."""
+    ratios = [a / b for a, b in zip(variant.tokens, ours.tokens, strict=True)]
+    other = "dense" if name in SPARSE else "the first"
     goal = GOALS.get(label.split()[1]) if name == "2:4" and task.startswith("decode") else None
     words = f"  goal {goal}x" if goal and TASKS[task][0] == 1 else ""
     return (
-        f"{label} {task:<10} {statistics.median(sparse.tokens):8.1f} tokens/s  {name} over dense: "
+        f"{label} {task:<10} {statistics.median(variant.tokens):8.1f} tokens/s  {name} over {other}: "
         f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f}){words}"
     )
 

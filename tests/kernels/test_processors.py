@@ -51,6 +51,7 @@ STEPS = {
     "experts": lambda: cases.steps("qwen2_moe", kv_dtype="float32", weights="int4", group=16, bits=8),
     "sigmoid scores": lambda: cases.steps("glm4_moe", kv_dtype="float32", weights="int8", group=16, bits=16),
     "sinks": lambda: cases.steps("gpt_oss", kv_dtype="float32", weights="int8", bits=8),
+    "four-bit keys": lambda: cases.steps("gemma2", kv_dtype="int4", weights="int4", bits=16),
     "16 bits": lambda: cases.steps("llama3", kv_dtype="float16", weights="int4", bits=16),
 }
 HALVES = {"bf16": 1e-6, "int4": 1e-6, "norms of heads": 1e-2}  # of the largest: 2^-8 where a rounding flips
@@ -104,7 +105,7 @@ def test_products(kind, level, built_libraries, tmp_path):
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_steps(kind, level, built_libraries, tmp_path):
-    """Norms, rotary positions, attention over three kinds of cache, activations, soft caps."""
+    """Norms, rotary positions, attention over all kinds of cache, activations, soft caps."""
     recording = STEPS[kind]()
     actual = results(recording, "decode", level, built_libraries, tmp_path)
     same(actual, base(recording, "decode", built_libraries, tmp_path), kind, level)

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attar.errors import ModelError, UsageError
 from attar.kernels import structures
@@ -27,8 +29,8 @@ from attar.kernels.structures import StepTokens, batch_struct
 
 TILE = 16  # keys of a block in one vector
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-KV_BYTES = {"int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4}  # of the KV cache, and of the embedding
+KV_BITS = {"int4": 4, "int8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
+KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4, "int4": 5}  # of KV cache and embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,9 @@ class Program:
         block_size: B, a multiple of 16.
         threads: None: ``default_threads()``.
         bits: of activations, 8 or 16: see :meth:`attar.kernels.product.ThreadPool.multiply`.
-        kv_dtype: of keys and values, a key of KV_BYTES; int8 has a scale per token and head.
+        kv_dtype: of keys and values, a key of KV_BITS; int8 has a scale per token and head, int4 a scale and
+            a minimum.
+        rotation: of int4, and of no other: H and c of csrc/decode/kv_codes.h.
         threads_of: a program whose threads run this one too, never both at a time; None: its own threads.
         pool: of another program of the same shapes, which both use; None: its own.
 
@@ -171,10 +175,13 @@ class Program:
         threads: int | None = None,
         bits: int = 16,
         kv_dtype: str = "bfloat16",
+        rotation: tuple[Tensor, Tensor] | None = None,
         threads_of: Program | None = None,
         pool: Tensor | None = None,
     ) -> None:
         _check(weights, block_size)
+        assert (rotation is not None) == (kv_dtype == "int4"), f"a rotation of {kv_dtype}"
+        self.rotation = rotation
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
         self.threads: int = threads or default_threads() if threads_of is None else threads_of.threads
         self.bits, self.kv_dtype = bits, kv_dtype
@@ -185,6 +192,8 @@ class Program:
         layers = map(_layer, weights.layers, self._mixtures)
         self._layers = (structures.LayerStruct * len(weights.layers))(*layers)
         self._model = self._structure(bits, kv_dtype)
+        if rotation is not None:
+            self._rotate(*rotation)
         self._handle: int | None = None
         self._library = structures.library()
         if self._library is None:
@@ -209,6 +218,7 @@ class Program:
     def sharing(self, weights: ModelWeights) -> Program:
         """A program of other weights of the same shapes, on this one's threads, pool and hidden states."""
         options: dict[str, Any] = {"bits": self.bits, "kv_dtype": self.kv_dtype, "pool": self.pool}
+        options["rotation"] = self.rotation
         program = Program(weights, self.blocks, self.block_size, threads_of=self, **options)
         program.share_hidden(self)
         return program
@@ -258,6 +268,26 @@ class Program:
         code = self._library.attar_copy_slots(ctypes.byref(self._model), array.ctypes.data, len(array))
         structures.raise_for(code, "a move of slots")
 
+    def keys(self, slots: NDArray[np.int64]) -> Tensor:
+        """Keys of slots, float32 (layers, len(slots), kv_heads, head_dim), of a float32 pool."""
+        assert self.kv_dtype == "float32", f"keys of {self.kv_dtype}"
+        w = self.weights
+        shape = (len(w.layers), self.blocks, w.kv_heads, 2, self.block_size // TILE, -1, TILE)
+        halves = self.pool[: pool_bytes(w, self.blocks, self.block_size, kv_dtype="float32")].view(
+            torch.float32
+        )
+        tiles = halves.view(shape)[:, :, :, 0].permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
+        return tiles[:, torch.from_numpy(slots), :, : w.head_dim]
+
+    def _rotate(self, matrix: Tensor, shift: Tensor) -> None:
+        """H (head_dim, head_dim) and c (layers, kv_heads, head_dim), float32, for the library."""
+        n = self.weights.head_dim
+        assert shift.shape == (len(self.weights.layers), self.weights.kv_heads, n) and matrix.shape == (n, n)
+        room = (0, -n % (2 * TILE))
+        self._padded = [pad(x, room).contiguous() for x in (matrix, shift, shift @ matrix)]
+        for name, tensor in zip(("rotation", "shift", "rotated_shift"), self._padded, strict=True):
+            setattr(self._model, name, tensor.data_ptr())
+
     def _structure(self, bits: int, kv_dtype: str) -> structures.ModelStruct:
         w = self.weights
         model = structures.ModelStruct(
@@ -284,9 +314,12 @@ class Program:
 
 
 def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, kv_dtype: str = "bfloat16") -> int:
-    """Bytes of a pool: head_dim rounded up to a multiple of 16, and 4 bytes for each scale of int8."""
-    padded = -(-weights.head_dim // TILE) * TILE
-    per_token = padded * KV_BYTES[kv_dtype] + (4 if kv_dtype == "int8" else 0)
+    """Bytes of a pool: head_dim rounded up to a multiple of 16, of int4 32, and 4 bytes for the scale of int8
+    or the scale and minimum of each token and head."""
+    four = kv_dtype == "int4"
+    unit = 2 * TILE if four else TILE
+    numbers = -(-weights.head_dim // unit) * unit
+    per_token = numbers * KV_BITS[kv_dtype] // 8 + (4 if four or kv_dtype == "int8" else 0)
     return len(weights.layers) * 2 * blocks * block_size * weights.kv_heads * per_token
 
 

@@ -136,6 +136,7 @@ def test_sequences_in_one_step(models):
         {"weights": "int4", "kv_dtype": "bfloat16"},
         {"weights": "int4", "kv_dtype": "bfloat16", "bits": 8},
         {"kv_dtype": "bfloat16", "bits": 8},
+        {"weights": "int4", "kv_dtype": "int4"},
     ],
 )
 def test_a_token_does_not_depend_on_its_batch(settings, models):
@@ -192,7 +193,8 @@ def test_a_tree(models):
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "near"), [("float32", 2e-4), ("float16", 5e-3), ("bfloat16", 0.05), ("int8", 0.1)]
+    ("kv_dtype", "near"),
+    [("float32", 2e-4), ("float16", 5e-3), ("bfloat16", 0.05), ("int8", 0.1), ("int4", 1.0)],
 )
 def test_the_accepted_path_of_a_tree_moves_together(models, kv_dtype, near):
     """Bit for bit what a chain leaves in the same slots."""

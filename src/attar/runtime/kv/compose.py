@@ -31,7 +31,7 @@ _STATES = (
 )
 _LATENTS = "MLA's latents are keys and values in one, and KIVI rounds keys by channel and values by token"
 _COMPILED = (
-    "the compiled step keeps keys and values in bfloat16, int8 or float32, without eviction; modules run it"
+    "the compiled step keeps keys and values in floats, int8 or int4, without eviction; modules run it"
 )
 
 _CHAIN = "a state follows one chain of tokens, and the branches of a tree are run at once"
@@ -64,7 +64,7 @@ REFUSED: dict[tuple[str, str], str] = {
         "learned_positions",
     ): "positions are reassigned by rotating queries, which learned positions do not allow",
     **{(feature, "hidden_states"): _STATES for feature in EVICTIONS},
-    **{(feature, "compiled"): _COMPILED for feature in ("fp8", "int4", "kivi", *EVICTIONS)},
+    **{(feature, "compiled"): _COMPILED for feature in ("fp8", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
     ("latents", "compiled"): "the compiled step has no latent attention (MLA); modules run such models",
     ("states", "tree"): _CHAIN,

@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 
 from attar.errors import UsageError
-from attar.kernels.decode import KV_BYTES, ModelWeights, Program
+from attar.kernels.decode import KV_BITS, ModelWeights, Program
 from attar.kernels.draft_block import DrafterWeights, DraftProgram
 from attar.kernels.packed import Kind
 from attar.kernels.product import default_threads
 from attar.kernels.structures import StepTokens
 from attar.runtime.kv.hidden_pool import HiddenPool
+from attar.runtime.kv.store.rotated import rotated
 from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.runner.key_means import calibration_step, mean_keys
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan, ancestors
 
 if TYPE_CHECKING:
     from attar.runtime.runner.compiled_lora import BuildWeights, CompiledLora, LoadTensor
 
-KV_DTYPES = tuple(KV_BYTES)
+KV_DTYPES = tuple(KV_BITS)
 
 
 class Compiled:
@@ -37,7 +39,8 @@ class Compiled:
     Args:
         weights: made by :func:`compiled_weights.model_weights`.
         block_size: tokens of a block, a multiple of 16.
-        kv_dtype: float16, bfloat16, float32, or int8 with a scale for each token and head.
+        kv_dtype: float16, bfloat16, float32, int8 with a scale for each token and head, or int4: as
+            ``kv/store/rotated.py``.
         threads: None: ``OMP_NUM_THREADS``, or all processors.
         bits: of the activations that products take. 16: integers of 16 bits where weights are codes, float32
             where they are bfloat16; 8: int8 and bfloat16. The same for every step, whatever is in it.
@@ -65,10 +68,14 @@ class Compiled:
             raise UsageError(
                 f"kv_dtype {kv_dtype!r}", hint=f"the compiled runner keeps {', '.join(KV_DTYPES)}"
             )
-        self._program = Program(weights, blocks, block_size, threads=threads, bits=bits, kv_dtype=kv_dtype)
-        self.kv_dtype, self.bits, self.activations = kv_dtype, bits, _activations(weights, bits)
         windows = [layer.window for layer in weights.layers]
         self._windowed, self.window = any(windows), max(windows) if all(windows) else None
+        settings: dict[str, Any] = {"threads": threads, "bits": bits, "kv_dtype": kv_dtype}
+        if kv_dtype == "int4":
+            rotation = rotated(torch.eye(weights.head_dim))
+            settings["rotation"] = rotation, _mean_keys(weights, block_size, threads, bits)
+        self._program = Program(weights, blocks, block_size, **settings)
+        self.kv_dtype, self.bits, self.activations = kv_dtype, bits, _activations(weights, bits)
         table = weights.layers[0].rotary
         self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
         self._hidden: HiddenPool | None = None
@@ -121,19 +128,7 @@ class Compiled:
         return logits
 
     def _run(self, step: StepInput, program: Program) -> Tensor:
-        return program.run(
-            StepTokens(
-                ids=np.asarray(step.tokens, dtype=np.int64),
-                positions=step.positions,
-                slots=step.slots(self.block_size),
-                counts=[span.count for span in step.spans],
-                past=[span.offset for span in step.spans],
-                blocks=[span.blocks for span in step.spans],
-                rows=step.rows,
-                copies=step.copies,
-                trees=[None if tree is None else ancestors(tree) for _, tree in step.trees()],
-            )
-        )
+        return program.run(_step_tokens(step, self.block_size))
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
         """Keep hidden states of the tokens that are run from now on, with the kept states; see
@@ -169,7 +164,8 @@ class Compiled:
         program = self._program
         blocks = self.capacity * (1 + spare)
         shared: dict[str, Any] = {"threads_of": program, "bits": program.bits}
-        return DraftProgram(weights, blocks, self.block_size, kv_dtype=program.kv_dtype, **shared)
+        kv_dtype = "int8" if program.kv_dtype == "int4" else program.kv_dtype  # a drafter has no mean keys
+        return DraftProgram(weights, blocks, self.block_size, kv_dtype=kv_dtype, **shared)
 
     def fork(self, sequence: int, child: int) -> None:
         """No state per sequence."""
@@ -188,6 +184,32 @@ class Compiled:
     def _check(self, span: TokenSpan) -> None:
         assert self.context is None or span.stop <= self.context, f"token {span.stop} of {self.context}"
         assert span.offset == span.start or not self._windowed, "an evicted cache and a sliding window"
+
+
+def _mean_keys(weights: ModelWeights, block_size: int, threads: int | None, bits: int) -> Tensor:
+    """The mean key of each layer and head, float32 (layers, kv_heads, head_dim), of fixed tokens."""
+    windowed = any(layer.window for layer in weights.layers)
+    step = calibration_step(weights.vocabulary, weights.context, block_size, windowed=windowed)
+    blocks = step.spans[-1].blocks[-1] + 1
+    program = Program(weights, blocks, block_size, threads=threads, bits=bits, kv_dtype="float32")
+    program.run(_step_tokens(step, block_size))
+    keys = program.keys(step.slots(block_size)).split([span.count for span in step.spans], dim=1)
+    program.close()
+    return mean_keys(keys)
+
+
+def _step_tokens(step: StepInput, block_size: int) -> StepTokens:
+    return StepTokens(
+        ids=np.asarray(step.tokens, dtype=np.int64),
+        positions=step.positions,
+        slots=step.slots(block_size),
+        counts=[span.count for span in step.spans],
+        past=[span.offset for span in step.spans],
+        blocks=[span.blocks for span in step.spans],
+        rows=step.rows,
+        copies=step.copies,
+        trees=[None if tree is None else ancestors(tree) for _, tree in step.trees()],
+    )
 
 
 def _activations(weights: ModelWeights, bits: int) -> str:

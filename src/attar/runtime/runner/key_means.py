@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attar.runtime.kv.blocks import blocks_for
-from attar.runtime.kv.pool import KVPool
 from attar.runtime.step import StepInput, TokenSpan
 
 TOKENS = 256
@@ -43,8 +42,9 @@ def calibration_step(
     return StepInput(tokens, tuple(spans))
 
 
-def mean_key(pool: KVPool, layer: int, spans: Sequence[TokenSpan]) -> Tensor:
-    """float32 (kv_heads, head_dim): of a layer, without the first token of each sequence, whose key is unlike
-    all others; of that one where there is no other."""
-    keys = [pool.gather(layer, span.blocks, span.count, min(1, span.count - 1))[0].float() for span in spans]
-    return torch.cat(keys).mean(0)
+def mean_keys(sequences: Sequence[Tensor]) -> Tensor:
+    """float32 (layers, kv_heads, head_dim) of each sequence's keys (layers, n, kv_heads, head_dim), without
+    the first token of each, whose key is unlike all others; of that one where there is no other. Zero where
+    it is not finite."""
+    means = torch.cat([keys[:, min(1, keys.shape[1] - 1) :].float() for keys in sequences], 1).mean(1)
+    return means.where(means.isfinite(), 0.0)

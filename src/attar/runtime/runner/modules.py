@@ -30,7 +30,7 @@ from attar.runtime.kv.store.rotated import RotatedStore
 from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.evicted_attention import HeadShares, SharedPass, StreamingPass, pack_heads
 from attar.runtime.runner.hidden_states import HiddenWriter
-from attar.runtime.runner.key_means import calibration_step, mean_key
+from attar.runtime.runner.key_means import calibration_step, mean_keys
 from attar.runtime.runner.lora import LoraRows
 from attar.runtime.runner.observers import AttentionSums, LastQueries, ReadKeys, StridedQueries
 from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear
@@ -230,8 +230,12 @@ class Modules:
         geometry = replace(self.pool.geometry, blocks=step.spans[-1].blocks[-1] + 1)
         plain.pool = KVPool(geometry, "float32", dtype=self.pool.dtype, device=self.pool.device)
         plain.run(step)
-        means = torch.stack([mean_key(plain.pool, layer, step.spans) for layer in self._layers])
-        return means.where(means.isfinite(), 0.0)
+        return mean_keys(
+            [
+                torch.stack([plain.pool.gather(layer, span.blocks, span.count)[0] for layer in self._layers])
+                for span in step.spans
+            ]
+        )
 
     def _attention_pass(self, step: StepInput) -> AttentionPass:
         if isinstance(self.eviction, Streaming):

@@ -14,6 +14,7 @@
 #include <limits>
 #include <vector>
 
+#include "kv_codes.h"
 #include "kv_tiles.h"
 #include "model.h"
 
@@ -63,8 +64,10 @@ public:
           scales_(group_, 1.0f) {
         if (model.plain()) return;
         weights_.resize(group_ * CHUNK);
-        queries_.resize(group_ * model.head_dim + WIDTH);
+        queries_.resize(group_ * query_stride() + WIDTH);
         query_scales_.resize(group_);
+        query_sums_.resize(group_);
+        offsets_.resize(group_);
     }
 
     // Split `index` of the keys; queries (group, head_dim), scaled; into states (group,) and acc (group, padded),
@@ -74,7 +77,7 @@ public:
         const std::int64_t stride = model_.padded();
         const std::int64_t from = std::max(range.from / WIDTH * WIDTH, index * SPLIT);
         const std::int64_t until = std::min(range.until, (index + 1) * SPLIT);
-        quantize_queries(queries);
+        quantize_queries(queries, head);
         acc_.assign(group_ * stride, 0.0f);
         state_.assign(group_, SoftmaxState{MINUS_INFINITY, 0.0f});
         for (std::int64_t start = from; start < until; start += CHUNK)
@@ -115,18 +118,27 @@ private:
         if (model_.pool_kind == STORED_FP16) accumulate_values<Float16>(count, scores_.data());
         if (model_.pool_kind == STORED_BF16) accumulate_values<BFloat16Pairs>(count, weights_.data());
         if (model_.pool_kind == STORED_INT8) accumulate_values<Int8Pairs>(count, weights_.data());
+        if (model_.four_bits()) accumulate_values<Int4Codes>(count, weights_.data());
     }
 
+    // Numbers between two heads' queries in their format.
+    std::int64_t query_stride() const { return model_.four_bits() ? model_.padded() : model_.head_dim; }
+
     // Queries in the number format of the keys.
-    void quantize_queries(const float* queries) {
-        const std::int64_t dim = model_.head_dim;
+    void quantize_queries(const float* queries, std::int64_t head) {
+        const std::int64_t dim = model_.head_dim, padded = model_.padded();
         if (model_.pool_kind == STORED_BF16)
             for (std::int64_t i = 0; i < group_ * dim; i++) queries_[i] = to_bf16(queries[i]);
-        if (model_.pool_kind != STORED_INT8) return;
-        padded_.assign(model_.padded(), 0.0f);
+        if (model_.pool_kind != STORED_INT8 && !model_.four_bits()) return;
+        padded_.assign(2 * padded, 0.0f);
+        float* ones = padded_.data() + padded;
+        std::fill_n(ones, padded, 1.0f);
         for (std::int64_t q = 0; q < group_; q++) {
             std::copy_n(queries + q * dim, dim, padded_.data());
-            query_scales_[q] = to_int16(padded_.data(), model_.padded(), queries_.data() + q * dim);
+            query_scales_[q] = to_int16(padded_.data(), padded, queries_.data() + q * query_stride());
+            if (!model_.four_bits()) continue;
+            query_sums_[q] = dot(padded_.data(), ones, padded);
+            offsets_[q] = dot(padded_.data(), model_.rotated_shift + model_.shift_at(layer_, head), padded);
         }
     }
 
@@ -136,8 +148,9 @@ private:
         const std::uint8_t *keys = model_.keys(layer_, block, head), *values = model_.values(layer_, block, head);
         keys_[index] = keys + row * model_.row_bytes();
         values_[index] = values + row * model_.row_bytes();
-        key_scales_[index] = model_.scales(keys) + row;
-        value_scales_[index] = model_.scales(values) + row;
+        const std::int64_t constant = model_.four_bits() ? 2 : 4;
+        key_scales_[index] = (const std::uint8_t*)model_.scales(keys) + row * constant;
+        value_scales_[index] = (const std::uint8_t*)model_.scales(values) + row * constant;
         if (index == 0) prefetch_tile(keys_[index]);
     }
 
@@ -149,19 +162,37 @@ private:
         if (model_.pool_kind == STORED_FP32) return score_heads<Float32>(keys_[index], queries, to);
         if (model_.pool_kind == STORED_FP16) return score_heads<Float16>(keys_[index], queries, to);
         if (model_.pool_kind == STORED_BF16) return score_heads<BFloat16Pairs>(keys_[index], queries_.data(), to);
+        if (model_.four_bits()) return tile_scores_of_codes(index, to);
         score_heads<Int8Pairs>(keys_[index], queries_.data(), to);
-        const F scale = load(key_scales_[index]);
+        const F scale = load((const float*)key_scales_[index]);
         for (std::int64_t q = 0; q < group_; q++, to += CHUNK) store(to, load(to) * (scale * query_scales_[q]));
+    }
+
+    // s (q' . codes) + m sum q' + q' . c'
+    void tile_scores_of_codes(int index, float* to) {
+        score_heads<Int4Codes>(keys_[index], queries_.data(), to);
+        const std::uint16_t* constants = (const std::uint16_t*)key_scales_[index];
+        const F scale = load_fp16(constants), m = load_fp16(constants + model_.block_size);
+        for (std::int64_t q = 0; q < group_; q++, to += CHUNK) {
+            const F offset = fma(m, broadcast(query_sums_[q]), broadcast(offsets_[q]));
+            store(to, fma(load(to), scale * query_scales_[q], offset));
+        }
     }
 
     template <class Kind, class Number>
     void score_heads(const std::uint8_t* keys, const Number* queries, float* to) {
-        const std::int64_t dim = model_.head_dim;
+        const std::int64_t dim = query_stride();
         std::int64_t q = 0;
-        for (; q + 8 <= group_; q += 8) scores<Kind, 8>(keys, queries + q * dim, dim, to + q * CHUNK);
-        for (; q + 4 <= group_; q += 4) scores<Kind, 4>(keys, queries + q * dim, dim, to + q * CHUNK);
-        for (; q + 2 <= group_; q += 2) scores<Kind, 2>(keys, queries + q * dim, dim, to + q * CHUNK);
-        for (; q < group_; q++) scores<Kind, 1>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 8 <= group_; q += 8) scores_of<Kind, 8>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 4 <= group_; q += 4) scores_of<Kind, 4>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 2 <= group_; q += 2) scores_of<Kind, 2>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q < group_; q++) scores_of<Kind, 1>(keys, queries + q * dim, dim, to + q * CHUNK);
+    }
+
+    template <class Kind, int Q, class Number>
+    static void scores_of(const std::uint8_t* keys, const Number* queries, std::int64_t dim, float* to) {
+        if constexpr (std::is_same_v<Kind, Int4Codes>) scores_of_words<Q>(keys, queries, dim, to);
+        else scores<Kind, Q>(keys, queries, dim, to);
     }
 
     template <class Kind, class Number>
@@ -228,27 +259,36 @@ private:
         quantize_weights(q, count);
     }
 
-    // Weights in the number format of the values; int8 values with their scales multiplied in.
+    // Weights in the number format of the values; codes' with the values' scales multiplied in. Of four bits the sum
+    // of weights times minima is added to every dimension.
     void quantize_weights(std::int64_t q, std::int64_t count) {
         float* row = scores_.data() + q * CHUNK;
         std::uint16_t* to = weights_.data() + q * CHUNK;
         if (model_.pool_kind == STORED_BF16)
             for (std::int64_t i = 0; i < count; i += WIDTH) store_bf16(to + i, load(row + i));
-        if (model_.pool_kind != STORED_INT8) return;
+        if (model_.pool_kind != STORED_INT8 && !model_.four_bits()) return;
+        F minima{};
         for (std::int64_t i = 0; i < count; i += WIDTH) {
             const F weight = load(row + i);
-            store(row + i, select(equal(weight, F{}), F{}, weight * load(value_scales_[i / WIDTH])));
+            const std::uint8_t* constants = value_scales_[i / WIDTH];
+            const F scale = model_.four_bits() ? load_fp16(constants) : load((const float*)constants);
+            store(row + i, select(equal(weight, F{}), F{}, weight * scale));
+            if (model_.four_bits()) minima = fma(weight, load_fp16(constants + 2 * model_.block_size), minima);
         }
         scales_[q] = to_int16(row, count, to);
+        if (!model_.four_bits()) return;
+        const float offset = sum_lanes(minima);
+        float* acc = acc_.data() + q * model_.padded();
+        for (std::int64_t d = 0; d < model_.padded(); d += WIDTH) store(acc + d, load(acc + d) + offset);
     }
 
     const Model& model_;
     const std::int64_t layer_, group_;
-    std::vector<float> scores_, scales_, acc_, split_acc_, query_scales_, padded_;
+    std::vector<float> scores_, scales_, acc_, split_acc_, query_scales_, query_sums_, offsets_, padded_;
     std::vector<SoftmaxState> state_, split_states_;
     std::vector<std::uint16_t> weights_, queries_;
     const std::uint8_t *keys_[TILES] = {}, *values_[TILES] = {};
-    const float *key_scales_[TILES] = {}, *value_scales_[TILES] = {};
+    const std::uint8_t *key_scales_[TILES] = {}, *value_scales_[TILES] = {};  // float32; float16 of four bits
 };
 
 }  // namespace attar

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "kv_codes.h"
 #include "kv_tiles.h"
 #include "model.h"
 
@@ -16,9 +17,26 @@ static inline void store_some_fp16(const float* from, std::int64_t count, std::u
     store_fp16(to, load(padded));
 }
 
-// The key and value of a token and head.
+// The codes of a key and value.
+static inline void store_int4(const Model& model, std::int64_t layer, std::int64_t head, std::int64_t slot,
+                              const float* key, const float* value, std::uint8_t* codes, float* rotated) {
+    const std::int64_t block = slot / model.block_size, index = slot % model.block_size, dim = model.head_dim;
+    const std::int64_t row = index % WIDTH, padded = model.padded(), tile = (index - row) * model.row_bytes();
+    for (const bool values : {false, true}) {
+        std::uint8_t* half = values ? model.values(layer, block, head) : model.keys(layer, block, head);
+        std::uint16_t* constants = model.half_scales(half) + index;
+        const float* shift = values ? nullptr : model.shift + model.shift_at(layer, head);
+        rotate_head(values ? value : key, shift, model.rotation, dim, padded, rotated);
+        to_int4(rotated, dim, padded, codes, constants, constants + model.block_size);
+        if (values) store_value_codes(codes, padded, row, half + tile);
+        else store_key_codes(codes, padded, row, half + tile);
+    }
+}
+
+// The key and value of a token and head. codes and rotated (padded,).
 static inline void store_kv(const Model& model, std::int64_t layer, std::int64_t head, std::int64_t slot,
-                            const float* key, const float* value, std::int8_t* codes) {
+                            const float* key, const float* value, std::int8_t* codes, float* rotated) {
+    if (model.four_bits()) return store_int4(model, layer, head, slot, key, value, (std::uint8_t*)codes, rotated);
     const std::int64_t block = slot / model.block_size, index = slot % model.block_size, dim = model.head_dim;
     const std::int64_t row = index % WIDTH, stride = model.padded(), tile = (index - row) * model.row_bytes();
     std::uint8_t *keys = model.keys(layer, block, head), *values = model.values(layer, block, head);
@@ -46,6 +64,27 @@ static inline void store_kv(const Model& model, std::int64_t layer, std::int64_t
     } else {
         for (std::int64_t d = 0; d < dim; d++) ((std::uint16_t*)(keys + tile))[key_at(d)] = to_bf16(key[d]);
         for (std::int64_t d = 0; d < dim; d++) ((std::uint16_t*)(values + tile))[value_at(d)] = to_bf16(value[d]);
+    }
+}
+
+// The key and value of a head from one slot to another, four bits.
+static inline void copy_int4_slot(const Model& model, std::int64_t layer, std::int64_t head, std::int64_t from,
+                                  std::int64_t to) {
+    const std::int64_t size = model.block_size, padded = model.padded();
+    for (const bool values : {false, true}) {
+        const auto half = [&](std::int64_t slot) {
+            return values ? model.values(layer, slot / size, head) : model.keys(layer, slot / size, head);
+        };
+        const auto tile = [&](std::int64_t slot) { return half(slot) + slot % size / WIDTH * WIDTH * padded / 2; };
+        const std::int64_t source = from % size % WIDTH, target = to % size % WIDTH;
+        if (values)
+            for (std::int64_t d = 0; d < padded; d += 2)
+                tile(to)[target / 2 * padded + d + target % 2] = tile(from)[source / 2 * padded + d + source % 2];
+        else
+            for (std::int64_t w = 0; w < padded / 8; w++)
+                std::memcpy(tile(to) + (w * WIDTH + target) * 4, tile(from) + (w * WIDTH + source) * 4, 4);
+        for (const std::int64_t plane : {std::int64_t(0), size})
+            model.half_scales(half(to))[plane + to % size] = model.half_scales(half(from))[plane + from % size];
     }
 }
 
@@ -90,7 +129,8 @@ static inline void copy_slots(const Model& model, const std::int64_t* pairs, std
         for (std::int64_t i = 0; i < count; i++)
             for (std::int64_t head = 0; head < model.kv_heads; head++) {
                 const std::int64_t from = pairs[2 * i], to = pairs[2 * i + 1];
-                if (model.pool_kind == STORED_FP32) copy_slot<float>(model, layer, head, from, to);
+                if (model.four_bits()) copy_int4_slot(model, layer, head, from, to);
+                else if (model.pool_kind == STORED_FP32) copy_slot<float>(model, layer, head, from, to);
                 else if (model.pool_kind == STORED_INT8) copy_slot<std::uint8_t>(model, layer, head, from, to);
                 else copy_slot<std::uint16_t>(model, layer, head, from, to);
             }

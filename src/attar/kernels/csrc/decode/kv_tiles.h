@@ -5,11 +5,13 @@
 //
 // With these, queries and weights are bfloat16. An int8 cache has codes in the same layout and a float32 scale per
 // token, multiplied into scores and weights; queries and weights are int16 with a scale, so that sums are exact.
+// An int4 cache has words and bytes of codes (kv_codes.h), which are unpacked in registers to the same pairs.
 // A float16 or float32 cache has keys (head_dim, 16) and values (16, padded); all else is float32.
 
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "vector.h"
 
@@ -34,6 +36,14 @@ struct Int8Pairs {
     static I dot(I total, I row, std::int32_t x) { return dot_shorts(total, row, x); }
 };
 
+// Four bits, in words of eight dimensions of a key, and bytes of two dimensions of a value.
+struct Int4Codes {
+    using Sum = I;
+    static I dot(I total, I row, std::int32_t x) { return dot_shorts(total, row, x); }
+    // Pair j of a word: dimensions 2 j and 2 j + 1.
+    static I pair(const I& words, int j) { return (words >> 4 * j) & 0x000f000f; }
+};
+
 // One number per lane.
 struct Float16 {
     static constexpr int BYTES = 2;
@@ -44,7 +54,7 @@ struct Float32 {
     static F row(const std::uint8_t* from) { return load((const float*)from); }
 };
 
-// Scores of Q heads with a tile of keys; queries (Q, dim). Of int8: before multiplication by both scales.
+// Scores of Q heads with a tile of keys; queries (Q, dim). Of codes: before multiplication by both scales.
 template <class Kind, int Q>
 static inline void scores(const std::uint8_t* keys, const std::uint16_t* queries, std::int64_t dim, float* to) {
     constexpr int STEP = 32 * Kind::BYTES;
@@ -63,6 +73,21 @@ static inline void scores(const std::uint8_t* keys, const std::uint16_t* queries
     for (int q = 0; q < Q; q++) store(to + q * CHUNK, to_floats(sums[q][0] + sums[q][1]));
 }
 
+// The same of words of eight dimensions.
+template <int Q>
+static inline void scores_of_words(const std::uint8_t* keys, const std::uint16_t* queries, std::int64_t dim, float* to) {
+    I sums[Q][2] = {};
+    for (std::int64_t d = 0; d < dim; d += 8, keys += 4 * WIDTH) {
+        const I words = load_ints(keys);
+        for (int j = 0; j < 4; j++) {
+            const I pair = Int4Codes::pair(words, j);
+            for (int q = 0; q < Q; q++)
+                sums[q][j % 2] = dot_shorts(sums[q][j % 2], pair, load_word(queries + q * dim + d + 2 * j));
+        }
+    }
+    for (int q = 0; q < Q; q++) store(to + q * CHUNK, to_floats(sums[q][0] + sums[q][1]));
+}
+
 template <class Kind, int Q>
 static inline void scores(const std::uint8_t* keys, const float* queries, std::int64_t dim, float* to) {
     constexpr int STEP = WIDTH * Kind::BYTES;
@@ -77,6 +102,20 @@ static inline void scores(const std::uint8_t* keys, const float* queries, std::i
     for (int q = 0; q < Q; q++) store(to + q * CHUNK, sums[q][0] + sums[q][1]);
 }
 
+// Rows of V vectors of values of two tokens, from number `at` of the first.
+template <class Kind, int V>
+static inline void load_rows(const std::uint8_t* tile, std::int64_t at, I* row) {
+    if constexpr (std::is_same_v<Kind, Int4Codes>) {
+        for (int v = 0; v < V; v += 2) {
+            const I bytes = load_int8_pairs(tile + at + v * WIDTH);
+            row[v] = Kind::pair(bytes, 0);
+            if (v + 1 < V) row[v + 1] = Kind::pair(bytes, 1);
+        }
+    } else {
+        for (int v = 0; v < V; v++) row[v] = Kind::pair(tile + (at + v * WIDTH) * 2 * Kind::BYTES);
+    }
+}
+
 // acc (Q, stride) += weights (Q, CHUNK) times scales (Q,) of the first `count` values of some tiles, for V
 // vectors from dimension `at` on.
 template <class Kind, int Q, int V>
@@ -84,10 +123,10 @@ static inline void accumulate(const std::uint8_t* const* tiles, std::int64_t str
                        const std::uint16_t* weights, const float* scales, float* acc) {
     typename Kind::Sum sums[Q][V] = {};
     for (int i = 0; i < count; i += 2) {
-        const std::uint8_t* from = tiles[i / WIDTH] + (i % WIDTH / 2 * stride + at) * 2 * Kind::BYTES;
         const std::int32_t valid = i + 1 < count ? -1 : 0xffff;  // a free slot may hold anything
         I row[V];
-        for (int v = 0; v < V; v++) row[v] = Kind::pair(from + v * 32 * Kind::BYTES) & valid;
+        load_rows<Kind, V>(tiles[i / WIDTH], i % WIDTH / 2 * stride + at, row);
+        for (int v = 0; v < V; v++) row[v] = row[v] & valid;
         for (int q = 0; q < Q; q++)
             for (int v = 0; v < V; v++) sums[q][v] = Kind::dot(sums[q][v], row[v], load_word(weights + q * CHUNK + i));
     }

@@ -36,7 +36,7 @@ struct Layer {
 };
 
 // Number format of the KV cache, and of the embedding.
-enum Storage : std::int32_t { STORED_INT8 = 1, STORED_BF16 = 2, STORED_FP16 = 3, STORED_FP32 = 4 };
+enum Storage : std::int32_t { STORED_INT8 = 1, STORED_BF16 = 2, STORED_FP16 = 3, STORED_FP32 = 4, STORED_INT4 = 5 };
 enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 struct Model {
@@ -56,22 +56,32 @@ struct Model {
     const std::int64_t* hidden_layer;  // (hidden_states,) ascending: states after this layer are kept; `layers`: normed
     std::uint16_t* hidden_pool;        // bf16 (slots, hidden_states, hidden), or null
     std::int64_t hidden_states;
+    // Of a cache of four bits, else null: H (head_dim, padded), c and c H (layers, kv_heads, padded) of kv_codes.h.
+    const float *rotation, *shift, *rotated_shift;
 
     // The keys and then the values of a block and head are contiguous, in the layout of kv_tiles.h, each followed by
-    // its scales where they are int8. head_dim is rounded up to whole vectors.
-    std::int64_t padded() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
-    std::int64_t number_bytes() const { return pool_kind == STORED_FP32 ? 4 : pool_kind == STORED_INT8 ? 1 : 2; }
-    std::int64_t row_bytes() const { return padded() * number_bytes(); }
+    // its scales where they are int8, its scales and then its minima where they are int4. head_dim is rounded up to
+    // whole vectors, two where they are int4.
+    bool four_bits() const { return pool_kind == STORED_INT4; }
+    std::int64_t padded() const {
+        const std::int64_t unit = four_bits() ? 2 * WIDTH : WIDTH;
+        return (head_dim + unit - 1) / unit * unit;
+    }
+    std::int64_t row_bytes() const {
+        return four_bits() ? padded() / 2 : padded() * (pool_kind == STORED_FP32 ? 4 : pool_kind == STORED_INT8 ? 1 : 2);
+    }
     // Queries and weights stay float32.
     bool plain() const { return pool_kind == STORED_FP32 || pool_kind == STORED_FP16; }
-    std::int64_t half_bytes() const { return block_size * (row_bytes() + (pool_kind == STORED_INT8 ? 4 : 0)); }
+    std::int64_t half_bytes() const { return block_size * (row_bytes() + (pool_kind == STORED_INT8 || four_bits() ? 4 : 0)); }
     float* scales(const std::uint8_t* half) const { return (float*)(half + block_size * row_bytes()); }
+    std::uint16_t* half_scales(const std::uint8_t* half) const { return (std::uint16_t*)scales(half); }
     std::uint8_t* keys(std::int64_t layer, std::int64_t block, std::int64_t head) const {
         return pool + ((layer * blocks + block) * kv_heads + head) * 2 * half_bytes();
     }
     std::uint8_t* values(std::int64_t layer, std::int64_t block, std::int64_t head) const {
         return keys(layer, block, head) + half_bytes();
     }
+    std::int64_t shift_at(std::int64_t layer, std::int64_t head) const { return (layer * kv_heads + head) * padded(); }
     std::int64_t hidden_width() const { return hidden_states * hidden; }
     std::uint16_t* hidden_at(std::int64_t slot) const { return hidden_pool + slot * hidden_width(); }
 };

@@ -19,17 +19,6 @@
 
 namespace attar {
 
-static inline float dot(const float* a, const float* b, std::int64_t n) {
-    F sums[4] = {};
-    std::int64_t i = 0;
-    for (; i + 4 * WIDTH <= n; i += 4 * WIDTH)
-        for (int j = 0; j < 4; j++) sums[j] = fma(load(a + i + j * WIDTH), load(b + i + j * WIDTH), sums[j]);
-    for (; i + WIDTH <= n; i += WIDTH) sums[0] = fma(load(a + i), load(b + i), sums[0]);
-    float total = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < n; i++) total += a[i] * b[i];
-    return total;
-}
-
 // Moves to `chosen` the k indices of the largest of n values, largest first; values that were taken become -infinity.
 static inline void take_largest(float* values, std::int64_t n, std::int64_t k, std::int64_t* chosen) {
     for (std::int64_t i = 0; i < k; i++) {

@@ -25,7 +25,8 @@ public:
     static constexpr std::int64_t LAYER_PHASES = 20, MORE_PHASES = 6;  // at most
 
     StepWorker(Runner& runner, ThreadPool::Worker& worker)
-        : r(runner), model(runner.model_), batch(*runner.batch_), worker(worker), codes(runner.model_.head_dim) {}
+        : r(runner), model(runner.model_), batch(*runner.batch_), worker(worker),
+          codes(runner.model_.padded()), rotated(runner.model_.padded()) {}
 
     void step() {
         copy_blocks();
@@ -196,9 +197,17 @@ protected:
         for (std::int64_t q = 0; q < group; q++) {
             rope_head(queries + q * dim, model.wide_norms ? nullptr : layer().query_norm, batch.positions[t]);
             for (std::int64_t d = 0; d < dim; d++) queries[q * dim + d] *= model.scale;
+            if (model.four_bits()) rotate_in_place(queries + q * dim);
         }
         rope_head(key, model.wide_norms ? nullptr : layer().key_norm, batch.positions[t]);
-        store_kv(model, layer_index, head, batch.slots[t], key, key + model.kv_heads * dim, codes.data());
+        store_kv(model, layer_index, head, batch.slots[t], key, key + model.kv_heads * dim, codes.data(),
+                 rotated.data());
+    }
+
+    // A head times H.
+    void rotate_in_place(float* x) {
+        rotate_head(x, nullptr, model.rotation, model.head_dim, model.padded(), rotated.data());
+        std::copy_n(rotated.data(), model.head_dim, x);
     }
 
     void rope_head(float* head, const float* weight, std::int64_t position) {
@@ -239,19 +248,32 @@ protected:
         kernel.attend_split(range, split, head, queries, state, acc, splits);
     }
 
+    // Dimensions [first, last) of a head's output, whose splits begin at `row`.
+    void merge_head(std::int64_t head, std::int64_t row, std::int64_t first, std::int64_t last, float* to) {
+        const std::int64_t stride = model.padded();
+        const SoftmaxState state = merge_splits(r.states_.data() + row, r.acc_.data() + row * stride, r.splits_, stride,
+                                                first, last, to);
+        const float sink = layer().sinks ? std::exp(layer().sinks[head] - state.peak) : 0.0f;
+        for (std::int64_t d = 0; d < last - first; d++) to[d] /= state.total + sink;
+    }
+
     // Merges the KV splits of each head into the input of the output projection.
     void merge(const Activations& out) {
-        const std::int64_t dim = model.head_dim, stride = model.padded();
+        const std::int64_t dim = model.head_dim;
         scratch.resize(q_width());
         for_each_token(batch.tokens, q_width(), [&](std::int64_t t, std::int64_t first, std::int64_t last) {
             for (std::int64_t head = first / dim; head * dim < last; head++) {
                 const std::int64_t row = (t * model.heads + head) * r.splits_, begin = head * dim;
                 const std::int64_t low = std::max(first, begin), high = std::min(last, begin + dim);
                 float* to = scratch.data() + low - first;
-                const SoftmaxState state = merge_splits(r.states_.data() + row, r.acc_.data() + row * stride,
-                                                        r.splits_, stride, low - begin, high - begin, to);
-                const float sink = layer().sinks ? std::exp(layer().sinks[head] - state.peak) : 0.0f;
-                for (std::int64_t d = 0; d < high - low; d++) to[d] /= state.total + sink;
+                if (model.four_bits()) {
+                    merged.resize(dim);
+                    merge_head(head, row, 0, dim, merged.data());
+                    rotate_in_place(merged.data());
+                    std::copy_n(merged.data() + low - begin, high - low, to);
+                } else {
+                    merge_head(head, row, low - begin, high - begin, to);
+                }
             }
             out.set(t, first, last, scratch.data());
         });
@@ -292,6 +314,7 @@ protected:
     std::int64_t layer_index = 0;
     std::vector<float> scratch;
     std::vector<std::int8_t> codes;
+    std::vector<float> rotated, merged;  // heads of padded numbers
 };
 
 inline void Runner::run(const Batch& batch) {

@@ -155,6 +155,17 @@ static inline float sum_lanes(const F& a) {
     return parts[0];
 }
 
+static inline float dot(const float* a, const float* b, std::int64_t n) {
+    F sums[4] = {};
+    std::int64_t i = 0;
+    for (; i + 4 * WIDTH <= n; i += 4 * WIDTH)
+        for (int j = 0; j < 4; j++) sums[j] = fma(load(a + i + j * WIDTH), load(b + i + j * WIDTH), sums[j]);
+    for (; i + WIDTH <= n; i += WIDTH) sums[0] = fma(load(a + i), load(b + i), sums[0]);
+    float total = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < n; i++) total += a[i] * b[i];
+    return total;
+}
+
 static inline float largest_lane(const F& a) {
     float parts[WIDTH];
     store(parts, a);
