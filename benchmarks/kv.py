@@ -11,7 +11,8 @@ eviction   perplexity of a continuation, token by token, after a prompt of which
 needle     ``self.<name>_<word>`` stands three times in foreign code; at the end ``self.<name>_`` is given,
            and the right word must be likelier than nine others (chance: 10 %). The last two tokens of the
            question come after the prompt, so that SnapKV's choice is made before the answer
-prefix     seconds to the first token with 1,500 tokens in common, with and without the prefix cache
+prefix     seconds to the first token with 1,500 tokens in common, with and without the prefix cache, and
+           from a prefix store with nothing in memory
 scheduling what a step costs besides the model
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -188,14 +190,19 @@ def right(model: str, method: Eviction | None, cases: Sequence[Case]) -> float:
 def prefix(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str]:
     """Median seconds to the first token of 9 requests each, in turn."""
     shared = list(stream[:1500])
-    kinds = {"without": False, "with": True}
-    llms = {kind: small(asked.model, prefix_cache=reuse) for kind, reuse in kinds.items()}
-    seconds = first_tokens(llms, shared, stream[2000:])
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = {"without": {"prefix_cache": False}, "with": {}, "on disk": {"prefix_store": folder}}
+        llms = {kind: small(asked.model, **options) for kind, options in kinds.items()}
+        seconds = first_tokens(llms, shared, stream[2000:])
+        llms["on disk"].engine.scheduler.manager.store.close()
     medians = {kind: statistics.median(times) for kind, times in seconds.items()}
     yield "1,500 tokens in common and 32 of one's own, median of 9\n"
     yield "| prefix cache | first token, ms |\n|---|---|"
     yield from (f"| {kind} | {1000 * median:.1f} |" for kind, median in medians.items())
-    yield f"\n{100 * (1 - medians['with'] / medians['without']):.1f} % less"
+    shares = (
+        f"{kind} {100 * (1 - medians[kind] / medians['without']):.1f} % less" for kind in ("with", "on disk")
+    )
+    yield "\n" + ", ".join(shares)
 
 
 def first_tokens(llms: Mapping[str, LLM], shared: list[int], stream: Sequence[int]) -> dict[str, list[float]]:
@@ -204,6 +211,10 @@ def first_tokens(llms: Mapping[str, LLM], shared: list[int], stream: Sequence[in
     for turn in range(10):
         own = list(stream[32 * turn : 32 * turn + 32])
         for kind, llm in llms.items():
+            manager = llm.engine.scheduler.manager
+            if manager.store is not None:  # as after a restart
+                manager.store.close()
+                manager.clear()
             usage = llm.generate([shared + own], SamplingParams(max_tokens=1))[0].usage
             assert usage.first_token_s is not None
             seconds[kind] += [usage.first_token_s] if turn else []  # the first fills the cache

@@ -339,6 +339,7 @@ def generate(
     kv_tokens: int | None = None,
     eviction: str = "none",
     prefix_cache: Literal["auto", "on", "off"] = "auto",
+    prefix_store: str | None = None,
     speculate: Literal["ngram", "suffix", "lookahead", "self", "mtp", "draft"] | None = None,
     draft: str | None = None,
     drafts: int | None = None,

@@ -43,7 +43,7 @@ def build_bench(verb: str) -> Any:
         *settings_options(ProfileSettings),
         text_option("picture", "--picture", help="with --speculate or --draft: draw it", metavar="FILE.svg"),
         flag("kernels", "--kernels", help="time the products of its layers in each format, for attar plan"),
-        *settings_options(EngineSettings, without=profile_options),
+        *settings_options(EngineSettings, without=[*profile_options, "prefix_store"]),
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:

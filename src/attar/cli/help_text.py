@@ -15,7 +15,7 @@ _HEADINGS = {
     "prompt_logprobs repetition_penalty presence_penalty frequency_penalty logit_bias skip_special_tokens",
     "Structured answers": "regex json_schema grammar",
     "Engine": "runner activations weights dtype sequences step_tokens chunk",
-    "KV cache": "kv_dtype kv_tokens eviction prefix_cache prefix_first",
+    "KV cache": "kv_dtype kv_tokens eviction prefix_cache prefix_store prefix_first",
     "Speculation": "speculate draft drafts verification",
     "Text": "data sequence_length packing rows bos task predict",
     "What is learned": "objective alpha teacher_top teacher_samples alignment for_drafting head",

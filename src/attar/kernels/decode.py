@@ -268,6 +268,11 @@ class Program:
         code = self._library.attar_copy_slots(ctypes.byref(self._model), array.ctypes.data, len(array))
         structures.raise_for(code, "a move of slots")
 
+    def block(self, index: int) -> Tensor:
+        """A block of the pool, uint8 (layers, bytes): a view."""
+        nbytes = pool_bytes(self.weights, self.blocks, self.block_size, kv_dtype=self.kv_dtype)
+        return self.pool[:nbytes].view(len(self.weights.layers), self.blocks, -1)[:, index]
+
     def keys(self, slots: NDArray[np.int64]) -> Tensor:
         """Keys of slots, float32 (layers, len(slots), kv_heads, head_dim), of a float32 pool."""
         assert self.kv_dtype == "float32", f"keys of {self.kv_dtype}"

@@ -156,6 +156,8 @@ class AsyncEngine:
             self._run_calls(wait=False)
             for name in list(self._readers):
                 self._deliver(self.engine.cancel(name))
+            if self.engine.scheduler.manager.store is not None:
+                self.engine.scheduler.manager.store.close()
         except BaseException as error:  # whatever ends the thread: no iterator may wait for it any longer
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
             with self._closing:

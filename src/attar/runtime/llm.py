@@ -25,6 +25,7 @@ from attar.runtime.engine import DEFAULT, Engine
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.loading import Loaded, load
 from attar.runtime.pooling import FINAL, pooler_of
+from attar.runtime.prefixes import check_store, open_store
 from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
@@ -43,6 +44,7 @@ class LLM:
         prefix_cache: whether prompts share the blocks of a common prefix; None: unless the eviction chooses
             by attention (H2O, SnapKV, Reread).
         limits: how much runs at a time, and how much may wait.
+        prefix_store: FOLDER or FOLDER:SIZE that keeps the blocks of prompts for later processes; None: none.
         embeddings: keep the final hidden states of prompts, which requests with ``pooling`` read.
         options: fields of :class:`attar.runtime.runner.choice.RunnerSettings` (dtype, device, kv_dtype,
             kv_tokens, eviction, runner, weights, ...) and of
@@ -60,6 +62,7 @@ class LLM:
         *,
         limits: Limits | None = None,
         prefix_cache: bool | None = None,
+        prefix_store: str | None = None,
         embeddings: bool = False,
         **options: Any,
     ) -> None:
@@ -70,11 +73,15 @@ class LLM:
         if embeddings:
             check_together({**evicting(options.get("eviction")), "hidden_states": ("embeddings", True)})
             layers = (*layers, FINAL)
+        if prefix_store:
+            check_store(prefix_store, prefix_cache, options, layers)
         loaded = load(model, **options, hidden_layers=layers)
         shared = ("device", "block_size", "activations")  # a draft model keeps its own dtype
         of_draft = {name: options[name] for name in shared if name in options}
         speculator = make_speculator(speculation, loaded, model, **of_draft)
         self._assemble(loaded, limits, prefix_cache, speculator)
+        if prefix_store:
+            self.engine.scheduler.manager.store = open_store(prefix_store, loaded)
         if embeddings:
             self.engine.pooler = pooler_of(loaded)
 

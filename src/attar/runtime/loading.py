@@ -65,6 +65,7 @@ class Loaded:
         lookback: (window, sinks): older blocks are released; no window: never.
         most: most entries of a sequence, from its tokens in a step; None: no bound.
         why: why the compiled runner does not run it, in a sentence; empty where it does.
+        fingerprint: of the checkpoint; reads all its bytes.
     """
 
     runner: Runner
@@ -75,6 +76,7 @@ class Loaded:
     lookback: tuple[int | None, int] = (None, 0)
     most: Callable[[int], int | None] = lambda chunk: None
     why: str = ""
+    fingerprint: Callable[[], str] = str
 
     def manager(self, limits: Limits, prefix_cache: bool | None = None) -> BlockManager:
         """The block manager of its sequences.
@@ -136,7 +138,8 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
         most, lookback = _unbounded, (runner.window, 0)
     else:
         most, lookback = runner.most, runner.lookback
-    return Loaded(runner, tokenizer, ends, checkpoint.name, settings.eviction, lookback, most, why)
+    parts = (runner, tokenizer, ends, checkpoint.name, settings.eviction, lookback, most, why)
+    return Loaded(*parts, checkpoint.fingerprint)
 
 
 def _check_room(checkpoint: Checkpoint, settings: RunnerSettings) -> None:

@@ -82,6 +82,11 @@ class EngineSettings(SchedulingSettings):
     prefix_cache: str = _option(
         "auto", "whether prompts share the blocks of a common prefix", choices=("auto", "on", "off")
     )
+    prefix_store: str | None = _option(
+        None,
+        "FOLDER or FOLDER:SIZE (10GB) that keeps the keys and values of prompts: after a restart, and for "
+        "other servers of the model; none: they end with the process",
+    )
     speculate: str | None = _option(
         None,
         "how tokens are drafted, which one pass verifies together; with --draft: suffix, trees and the draft "
@@ -111,6 +116,10 @@ class EngineSettings(SchedulingSettings):
         if self.prefix_cache == "on":
             features["prefix_reuse"] = ("prefix_cache", "on")
         check_together(features)
+        if self.prefix_store:
+            from attar.runtime.kv.prefix_store import store_setting
+
+            store_setting(self.prefix_store)
         SpeculationSettings(**self._values_of(SpeculationSettings)).check_with(features)
 
     def options(self) -> dict[str, Any]:

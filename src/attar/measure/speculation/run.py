@@ -48,7 +48,8 @@ def run_profile(
         as :class:`attar.runtime.llm.LLM`, :func:`read_questions` and :func:`profile`.
     """
     texts = _texts(chosen, bench.seed)
-    options = {name: value for name, value in engine.options().items() if name not in DRAFTING}
+    left_out = (*DRAFTING, "prefix_store")
+    options = {name: value for name, value in engine.options().items() if name not in left_out}
     limits, reuse = options.pop("limits"), options.pop("prefix_cache")
     with progress.task("load", total=1) as task:
         read = {

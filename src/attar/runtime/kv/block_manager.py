@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attar.runtime.kv.blocks import BlockAllocator, BlockTable, Packing, blocks_for
+from attar.runtime.kv.prefix_store import PrefixStore
 from attar.runtime.kv.prefix_tree import PrefixTree
 from attar.runtime.kv.state_snapshots import StateSnapshots
 from attar.runtime.step import FREED
@@ -51,6 +52,9 @@ class BlockManager:
         sinks: first entries that are kept all the same (StreamingLLM); only with ``window``.
         most: entries a sequence holds at once, where eviction bounds them; None: as many as it has tokens.
         snapshots: of the states of a model that has them: prefixes are reused up to one; None: no states.
+
+    Attributes:
+        store: prefixes on disk; None: in memory alone.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class BlockManager:
         self.block_size, self.reuse, self.most = block_size, reuse, most
         self.window, self.sinks = window, sinks
         self.cached = 0
+        self.store: PrefixStore | None = None
         self._blocks = BlockAllocator(capacity)
         self.snapshots = snapshots
         if snapshots is not None:  # of an earlier manager's blocks
@@ -148,17 +153,20 @@ class BlockManager:
         end = len(tokens) - 1 if most_cached is None else min(most_cached, len(tokens) - 1)
         prefix = self._usable(self._tree.match(tokens[:end], salt)) if self.reuse else []
         length = len(prefix) * self.block_size
-        self._tables[sequence] = BlockTable(self.block_size, prefix, length, salt, published=len(prefix))
+        table = BlockTable(self.block_size, prefix, length, salt, published=len(prefix), given=len(tokens))
+        self._tables[sequence] = table
         self._hold(prefix)
         needed = blocks_for(min(len(tokens), self.most or len(tokens)), self.block_size) - len(prefix)
         if needed + spare > self.free + self.cached:
             self.release(sequence)
             return None
+        if self.store is not None and self.reuse:
+            self._restore(self.store, table, tokens[:end])
         self._queries += len(tokens)
-        self._hit += length
+        self._hit += table.length
         if self.snapshots is not None and prefix:
             self.snapshots.start(sequence, prefix[-1])
-        return length
+        return table.length
 
     def snapshot_positions(self, sequence: int, stop: int, prompt: int) -> tuple[int, ...]:
         """Ends of blocks at which the runner keeps the states of a sequence in the next step, for the prefix
@@ -313,6 +321,33 @@ class BlockManager:
                 table.put(index, block)
                 self._release((held,))
         table.published = full
+        if self.store is not None:
+            self._save(self.store, table, tokens)
+
+    def _restore(self, store: PrefixStore, table: BlockTable, tokens: Sequence[int]) -> None:
+        """Continue a table that was admitted with the blocks that the store has, and publish them."""
+        store.extend(table.keys, tokens, table.salt, self.block_size)
+        for index in range(len(table.blocks), len(tokens) // self.block_size):
+            new = self._allocate(1) if store.has(table.keys[index]) else None
+            if new is None:
+                return
+            # the source of a copy that is due keeps its content until then
+            if new[0] in self._copies.values() or not store.restore(table.keys[index], new[0]):
+                self._release(new)
+                return
+            table.add(new)
+            table.length += self.block_size
+            published = self._tree.publish(tokens, table.blocks, index, table.salt)
+            assert published == new, f"block {new} is in the tree already"
+            table.published += 1
+
+    def _save(self, store: PrefixStore, table: BlockTable, tokens: Sequence[int]) -> None:
+        """Give the store the published blocks of the tokens that a table was admitted with."""
+        count = min(table.published, table.given // self.block_size)
+        store.extend(table.keys, tokens[: count * self.block_size], table.salt, self.block_size)
+        while table.stored < count and table.blocks[table.stored] != FREED:
+            store.save(table.keys[table.stored], table.blocks[table.stored])
+            table.stored += 1
 
     def _allocate(self, count: int) -> list[int] | None:
         """Free blocks, after evicting cached ones where needed; None where there are too few."""

@@ -115,6 +115,9 @@ class BlockTable:
         sealed: nothing more is published: the chain to the root is broken, or eviction packed the cache.
         packed: entries are no longer in the order of positions, and some are missing.
         swept: index of the first block that ``free_inside`` has not examined.
+        given: tokens that it was admitted with: their blocks go to the prefix store.
+        keys: of the first blocks, in the prefix store.
+        stored: leading blocks that the prefix store was given.
     """
 
     block_size: int
@@ -125,6 +128,9 @@ class BlockTable:
     sealed: bool = False
     packed: bool = False
     swept: int = 0
+    given: int = 0
+    keys: list[str] = field(default_factory=list)
+    stored: int = 0
     _row: tuple[int, ...] | None = field(default=None, repr=False)
 
     @property

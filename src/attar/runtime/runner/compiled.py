@@ -177,6 +177,15 @@ class Compiled:
     def forget(self, sequence: int) -> None:
         """No state per sequence."""
 
+    def read_block(self, block: int) -> bytes:
+        """The content of a block, all layers."""
+        return bytes(self._program.block(block).numpy().tobytes())
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Put the content of a block back."""
+        view = self._program.block(block)
+        view.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).view_as(view))
+
     def close(self) -> None:
         """End the library's threads."""
         self._program.close()

@@ -26,6 +26,7 @@ from attar.runtime.kv.pool import KVPool
 from attar.runtime.kv.state_snapshots import BYTES, StateSnapshots
 from attar.runtime.kv.state_store import StateStore
 from attar.runtime.kv.store import PoolGeometry
+from attar.runtime.kv.store.planes import PlaneStore
 from attar.runtime.kv.store.rotated import RotatedStore
 from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.evicted_attention import HeadShares, SharedPass, StreamingPass, pack_heads
@@ -173,6 +174,12 @@ class Modules:
         self.pool.move(pairs)
         if self._hidden is not None:
             self._hidden.pool.move(pairs)
+
+    @property
+    def planes(self) -> PlaneStore:
+        """The store, where its tokens are independent: whose blocks a prefix store reads and writes."""
+        assert isinstance(self.pool.store, PlaneStore), f"single blocks of {self.kv_dtype}"
+        return self.pool.store
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
         """Keep hidden states of the tokens that are run from now on, with the kept states; see

@@ -155,4 +155,5 @@ def _options(command: ServeCommand) -> dict[str, Any]:
 
 def _runner_options(command: ServeCommand) -> dict[str, Any]:
     """Of ``RunnerSettings``."""
-    return {key: value for key, value in _options(command).items() if key not in ("limits", "prefix_cache")}
+    engine = ("limits", "prefix_cache", "prefix_store")
+    return {key: value for key, value in _options(command).items() if key not in engine}

@@ -11,6 +11,7 @@ from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.pooling import FINAL, pooler_of
+from attar.runtime.prefixes import check_store, open_store
 from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
@@ -74,9 +75,14 @@ def load_with_offers(
         how["hidden_states"] = ("embeddings", True)
     check_together({**evicting(load_options.get("eviction")), **how})
     limits, prefix_cache = load_options.pop("limits", None), load_options.pop("prefix_cache", None)
+    store = load_options.pop("prefix_store", None)
+    if store:
+        check_store(store, prefix_cache, load_options, (FINAL,) if embeddings else ())
     loaded = load(model, **load_options, hidden_layers=(FINAL,) if embeddings else ())
     speculator = offer_speculator(loaded, pool, speculation.drafts, speculation.verification)
     llm = LLM.of(loaded, limits=limits, prefix_cache=prefix_cache, speculator=speculator)
+    if store:
+        llm.engine.scheduler.manager.store = open_store(store, loaded)
     if embeddings:
         llm.engine.pooler = pooler_of(loaded)
     return llm, cast(OfferProposer, speculator.proposer)
@@ -111,7 +117,8 @@ def load_draft_service(model: Any, options: Mapping[str, Any]) -> tuple[DraftSer
     """
     speculation, load_options = _split(options)
     limits = load_options.pop("limits", None)
-    load_options.pop("prefix_cache", None)
+    for name in ("prefix_cache", "prefix_store"):
+        load_options.pop(name, None)
     loaded = load(model, **load_options)
     proposer: Proposer
     vocabulary = vocabulary_of(loaded)

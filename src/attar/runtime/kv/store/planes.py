@@ -123,6 +123,21 @@ class PlaneStore:
             for rows in plane[layer].flatten(1, 2):  # of each kind: (slots, kv_heads, n)
                 rows[targets.expand_as(sources), heads] = rows[sources, heads]
 
+    def read_block(self, block: int) -> bytes:
+        """The content of a block, all layers."""
+        parts = [plane[:, :, block].contiguous().view(torch.uint8).cpu() for plane in self.planes]
+        return b"".join(part.numpy().tobytes() for part in parts)
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Put back what :meth:`read_block` returned."""
+        data, start = torch.frombuffer(bytearray(content), dtype=torch.uint8), 0
+        for plane in self.planes:
+            part = plane[:, :, block]
+            stop = start + part.numel() * part.itemsize
+            part.copy_(data[start:stop].view(plane.dtype).view(part.shape))
+            start = stop
+        assert start == len(content), f"a block of {len(content)} bytes, not {start}"
+
     def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of cells: two tensors (m, head_dim)."""
         raise NotImplementedError

@@ -196,6 +196,11 @@ class Device:
                 logits[wanted] = program.run(replace(step.part(spans), copies=()))
             return logits
 
+    @property
+    def planes(self) -> PlaneStore:
+        """The store, whose blocks a prefix store reads and writes."""
+        return self._program.pool.store
+
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
         """Keep hidden states of the tokens that are run from now on, with the kept states; see
         ``kv/hidden_pool.py``."""
