@@ -22,8 +22,8 @@ from attar.recipe.plan_history import PlanRecord
 Z90 = 1.645
 WITHIN = 0.12  # s_1: of plans of one model
 DRIFT = 0.15  # d: of the factor's logarithm for each e-fold of loss
-PRIORS = {"rtn": (0.05, 0.25), "gptq": (-0.45, 0.4)}
-OTHER = (-0.3, 0.5)
+PRIORS = {"rtn": (0.05, 0.25), "gptq": (-1.0, 0.4)}
+OTHER = (-0.5, 0.6)
 """m_0 and s_0 by method: wide guesses from few runs of attar:tiny, until a model has runs of its own;
 ``python benchmarks/plan.py`` prints ln(measured / loss) of new ones."""
 
