@@ -11,9 +11,9 @@ OUT/NAME.log.
     result     ok · failed (the last line it said) · over its limit · no time left
 
 Parts: tests/test_devices.py (results of the device against the CPU's), the device runner
-(benchmarks/device.py: operators, products, steps, answers), quantize (RTN, GPTQ, AWQ), prune,
-recover, distill, merge, export, evaluate, generate through transformers' modules; then quantization and
-generation by peers."""
+(benchmarks/device.py: operators, products, steps, answers), kernels (gpu_kernels.py), quantize (RTN, GPTQ,
+AWQ), prune, recover, distill, merge, export, evaluate, generate through transformers' modules; then
+quantization and generation by peers."""
 
 from __future__ import annotations
 
@@ -130,6 +130,9 @@ def parts(model: str) -> list[Part]:
             )
             for part, limit in (("operators", 60), ("products", 60), ("steps", 90), ("answers", 60))
         ),
+        kernels("operators", 90),
+        kernels("speed", 90),
+        kernels("gptq", 90),
         Part("quantize rtn", verb(*quantize, "--method", "rtn"), 60),
         Part("quantize gptq", verb(*quantize, "--method", "gptq", *SMALL), 90),
         Part("quantize awq", verb(*quantize, "--method", "awq", *SMALL), 90),
@@ -158,6 +161,12 @@ def parts(model: str) -> list[Part]:
         Part("dense", verb("export", model, *out, "--format", "dense"), 60),
         Part("generate by transformers", ("-c", GENERATE, "DENSE", "DEVICE"), 60),
     ]
+
+
+def kernels(part: str, seconds: float) -> Part:
+    """A part of gpu_kernels.py; its table is in OUT/DEVICE/kernels-PART.md."""
+    command = ("benchmarks/gpu_kernels.py", part, "--device", "DEVICE", "--out", "OUT")
+    return Part(f"kernels {part}", command, seconds, both=False)
 
 
 def missing_peers() -> list[Line]:

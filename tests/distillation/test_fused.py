@@ -110,12 +110,14 @@ def test_no_tokens_and_sizes_of_chunks(monkeypatch):
     assert loss.item() == 0.0 and W.grad.abs().max() == 0.0 and h.grad.shape == (0, 6)
     monkeypatch.undo()
 
-    def rows(n, *shape, dtype=torch.float32):
-        return chunk_rows(n, torch.empty(shape, device="meta", dtype=dtype))
+    def rows(n, *shape, dtype=torch.float32, free=None):
+        return chunk_rows(n, torch.empty(shape, device="meta", dtype=dtype), free)
 
     assert rows(10_000, 128_000, 64) == 131 and rows(10_000, 128_000, 64, dtype=torch.bfloat16) == 262
     assert rows(10_000, 128_000, 4096) == 2048  # half of dW
     assert rows(10_000, 10**7, 8) == 16 and rows(7, 100, 8) == 7
+    card = {"dtype": torch.bfloat16, "free": 70 << 30}  # chunks of 1 GB
+    assert rows(10_000, 128_000, 4096, **card) == 4194 and rows(10_000, 128_000, 4096, free=1 << 20) == 16
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

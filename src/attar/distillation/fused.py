@@ -41,10 +41,19 @@ def head_loss(hidden: Tensor, head: Head, chunk_loss: ChunkLoss, weights: Tensor
     return loss
 
 
-def chunk_rows(n: int, weight: Tensor) -> int:
-    """Tokens of a chunk, whose logits are of the weight's type."""
+def chunk_rows(n: int, weight: Tensor, free: int | None = None) -> int:
+    """Tokens of a chunk, whose logits are of the weight's type.
+
+    Args:
+        free: bytes of a GPU; None: as it is. A chunk takes at most a 64th of them, a power of two, so that
+            the same card makes the same sums.
+    """
     V, H = (int(size) for size in weight.shape)
     size = max(BYTES, 2 * V * H)  # dW is in float32
+    if free is None and weight.is_cuda:
+        free = torch.cuda.mem_get_info(weight.device)[0]
+    if free is not None:
+        size = 1 << max(free // 64, 1).bit_length() - 1
     return max(1, min(n, max(ROWS, size // (int(weight.element_size()) * V))))
 
 

@@ -1,7 +1,7 @@
 """The compiled loop over a block of columns that the second-order roundings and coordinate descent share.
 
-csrc/columns.cpp describes the loop. quantization's columns.py and refine.py have the same in torch, for
-machines without a compiler, other devices, and grids without a :class:`CodeBook`.
+csrc/columns.cpp describes the loop; on a GPU it is triton/columns.py. quantization's columns.py and refine.py
+have the same in torch, for machines without a compiler, other devices, and grids without a :class:`CodeBook`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.kernels import triton
 from attar.kernels.build import load, warn_slower, why_missing
 
 NUMBERS = {"real": -1, "e2m1": -2, "e4m3fn": -3, "e5m2": -4}  # as columns.cpp knows them
@@ -64,7 +65,7 @@ class TileScales:
 
 def available(device: torch.device) -> bool:
     """Whether the loop runs compiled; warns once if not."""
-    return device.type == "cpu" and _columns() is not None
+    return triton.available(device) or (device.type == "cpu" and _columns() is not None)
 
 
 def round_block(
@@ -162,6 +163,27 @@ def _run(
     errors: Tensor,
     choose: tuple[int, int] = (0, 0),
 ) -> None:
+    if triton.available(current.device):
+        from attar.kernels.triton.columns import run_block
+
+        assert not choose[1], "N of M is chosen in torch on a GPU"
+        book, constants = tiles.book, (tiles.scale, tiles.zero, tiles.minimum, tiles.group[at])
+        numbers = (0.0 if book.levels else float(book.low), float(book.high), float(book.zero))
+        run_block(
+            book.levels,
+            numbers,
+            book.numbers == "real",
+            constants,
+            inner,
+            step,
+            gradient,
+            current,
+            mask,
+            first,
+            codes,
+            errors,
+        )
+        return
     function = _columns()
     assert function is not None, "call available() first"
     assert not choose[1] or (mask is not None and len(mask) % choose[1] == 0)

@@ -100,7 +100,7 @@ def round_columns_(
     kept = None if mask is None else mask.T.contiguous().clone()
     if sparsity is not None and kept is None:
         kept = torch.ones_like(Wt, dtype=torch.bool)
-    tiles = compiled_tiles(grid, parameters, group)
+    tiles = compiled_tiles(grid, parameters, group, choosing=sparsity is not None and sparsity.of > 0)
     across = parameters.map(lambda value: value.T)
     width = _block_width(sparsity)
     for start in range(0, columns, width):
@@ -158,15 +158,20 @@ def _restored(columns: Tensor, order: Tensor) -> Tensor:
     return restored
 
 
-def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.TileScales | None:
+def compiled_tiles(
+    grid: Grid, parameters: TileParameters, group: Tensor, *, choosing: bool = False
+) -> kernel.TileScales | None:
     """Scales as the compiled loop takes them; None where it does not support the grid, or does not run.
 
     Args:
         parameters: (N, G), a row for each output.
         group: int64 (K,).
+        choosing: the loop chooses N of M, too, which a GPU's does not; nor does it round to floats.
     """
-    book = grid.code_book()
-    if book is None or not kernel.available(parameters.scale.device):
+    book, device = grid.code_book(), parameters.scale.device
+    if book is None or not kernel.available(device):
+        return None
+    if device.type != "cpu" and (choosing or book.numbers not in ("", "real")):
         return None
     across = parameters.map(lambda value: value.float().T.contiguous())
     return kernel.TileScales(book, across.scale, across.zero, across.minimum, group)
@@ -190,7 +195,7 @@ def _round_in_torch(
     """
     step_of = factor.diagonal().reciprocal()
     of = sparsity.of if sparsity is not None else 0
-    for i, step in enumerate(step_of.tolist()):
+    for i, step in enumerate(step_of):
         if of and i % of == 0:
             assert sparsity is not None and mask is not None
             ahead = slice(i, i + of)

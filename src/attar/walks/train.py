@@ -241,7 +241,7 @@ def _step(
     parts = distributed.share(batches, accelerator.process_index, count)
     run.model.train()
     n = _sum_over_ranks(accelerator, sum(n_i for _, n_i in parts))
-    total = 0.0
+    values = []  # read after the last: reading one waits for the device
     for number, (batch, n_i) in enumerate(parts, start=1):
         if not n_i and count == 1:
             continue
@@ -250,7 +250,8 @@ def _step(
                 value = loss(run.model, batch.to(device))
             divisor = n / (count * n_i) if n_i else math.inf  # the processes' gradients are averaged
             accelerator.backward(value / divisor)
-        total += float(value.detach()) / divisor
+        values.append((value.detach(), divisor))
+    total = sum((float(value) / divisor for value, divisor in values), 0.0)
     if count > 1:
         total = float(accelerator.reduce(torch.tensor(total, device=device), "mean"))
     if not math.isfinite(total):

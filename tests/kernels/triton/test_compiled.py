@@ -97,6 +97,18 @@ def gated(activation):
     return lambda: fused.gated(empty(8, 28672), activation)
 
 
+def columns(n, levels=(), descend=False, mask=False):
+    from attar.kernels.triton import columns
+
+    N = 4096
+    block = [empty(n, N, dtype=FLOAT) for _ in range(4)]
+    tiles = empty(32, N, dtype=FLOAT), empty(32, N, dtype=FLOAT), None, empty(n, dtype=torch.int64)
+    flags = empty(n, N, dtype=torch.bool) if mask else None
+    factor = empty(n, n, dtype=FLOAT), empty(n, dtype=FLOAT), block[0] if descend else None
+    parts = block[1], flags, None, block[2], block[3]
+    return lambda: columns.run_block(levels, (0.0, 15.0, 8.0), False, tiles, *factor, *parts)
+
+
 PRODUCTS = {
     **{f"{bits} bits, {rows} rows": (product, rows, bits, 128) for bits in range(2, 9) for rows in (1, 512)},
     **{f"{bits} bits, groups of {G}": (product, 64, bits, G) for bits in (2, 3, 4, 8) for G in (16, 32, 64)},
@@ -124,6 +136,8 @@ OTHERS = {
     "float32": (attention, 1024, 2, FLOAT, 32, 8, 128, 0, False, 0, 0.0, FLOAT),
     **{f"rope to {store}": (rope, store) for store in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)},
     "rope, wide norms": (rope, torch.bfloat16, True),
+    "columns": (columns, 128),
+    "columns of 16 levels, descending": (columns, 128, tuple(range(-8, 8)), True, True),
     "norm": (norm, 4096),
     "norm of a wide mixture": (norm, 16384, True),
     **{activation: (gated, activation) for activation in ("silu", "gelu_tanh", "clamped_swiglu")},

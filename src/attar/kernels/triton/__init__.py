@@ -8,6 +8,7 @@ been run on a GPU.
     experts      the same for a mixture of experts
     paged        attention over the paged pool
     fused        norms with residual sums, rotary embedding with the write of keys and values, activations
+    columns      the loop of GPTQ over a block of columns
 """
 
 from __future__ import annotations

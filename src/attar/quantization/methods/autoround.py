@@ -343,15 +343,14 @@ class _Rows:
 
 def _descend(view: BlockView, rows: _Rows, fast: bool) -> float:
     """Loss of one forward and backward pass; the gradients are in the modules' weights."""
-    pieces = list(rows.draw())
-    total = 0.0
+    pieces, losses = list(rows.draw()), []  # read after the last: reading one waits for the device
     for hidden, target, number in pieces:
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=fast):
             output = view(hidden, number)
         loss = squared_error(output, target, view.importance(hidden)) / len(pieces)
         loss.backward()
-        total += float(loss.detach())
-    return total
+        losses.append(loss.detach())
+    return sum(map(float, losses))
 
 
 def _put_weights(
@@ -370,16 +369,16 @@ def _put_weights(
 
 def _whole_loss(view: BlockView, roundings: Mapping[str, LearnedRounding], state: LearnedState) -> float:
     """Mean squared error of the block's output over all batches."""
-    total, numbers = 0.0, 0
+    errors = []
     with torch.no_grad():
         _load(roundings, state)
         _put_weights(view.modules, roundings)
         for number in range(view.count):
             hidden, target = view.inputs(number), view.targets(number)
             error = squared_error(view(hidden, number), target, view.importance(hidden))
-            total += float(error) * target.numel()
-            numbers += target.numel()
-    return total / numbers
+            errors.append((error, target.numel()))
+    total = sum(float(error) * size for error, size in errors)
+    return float(total / sum(size for _, size in errors))
 
 
 def squared_error(output: Tensor, target: Tensor, importance: Tensor | None) -> Tensor:

@@ -193,7 +193,7 @@ def _descend_in_torch(
     """The same as :func:`attar.kernels.columns.descend_block`, for any grid and device."""
     grid, group = descent.grid, descent.group[at]
     spread = descent.rows().map(lambda value: value.T[group].contiguous())
-    for i, step in enumerate(inner.diagonal().reciprocal().tolist()):
+    for i, step in enumerate(inner.diagonal().reciprocal()):
         slope = gradient[i]
         if i:
             slope = torch.addmv(slope, moved[:i].T, inner[:i, i])

@@ -231,7 +231,8 @@ def diagonal_blocks(H: Tensor, width: int) -> Tensor:
 def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> Iterable[Tensor]:
     """The error of each tile (P, G) for each factor; compiled where scales depend on the range alone. The
     compiled loop does not round a decoded value to the storage type."""
-    if grid.searches or grid.rows != 1 or grid.code_book() is None or not kernel.available(W.device):
+    compiled = W.device.type == "cpu" and kernel.available(W.device)
+    if grid.searches or grid.rows != 1 or grid.code_book() is None or not compiled:
         return (tile_errors(W, grid, blocks, factor) for factor in factors)
     parts, shared = W.split(max(1, CHUNK // W.shape[1])), grid.shared_with(grid.choose(W, 1.0))
     return list(torch.cat([_compiled_errors(rows, shared, blocks, factors) for rows in parts], 1))
