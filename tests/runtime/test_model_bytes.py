@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attar import memory
 from attar.checkpoint import open_checkpoint
+from attar.errors import MemoryNeededError
 from attar.kernels.packed import PackedWeight
 from attar.kernels.structures import library
+from attar.runtime.admission import Limits
+from attar.runtime.kv.state_snapshots import BYTES
 from attar.runtime.llm import LLM
 from attar.runtime.model_bytes import model_bytes
 from tests import tiny_models
@@ -78,3 +82,19 @@ def test_the_default_cache_is_counted(folders):
     assert (
         size - model_bytes(open_checkpoint(folder), kv_tokens=16) > 0.99 * llm.engine.runner.facts["kv_bytes"]
     )
+
+
+def test_states_are_counted(tmp_path, monkeypatch):
+    """Of sequences that run and of snapshots, by config: as the loaded model has them, or refused at once."""
+    folder = str(tiny_models.save(tiny_models.build("jamba"), tmp_path / "jamba"))
+    llm = LLM(folder, kv_tokens=64)
+    facts, checkpoint = llm.engine.runner.facts, open_checkpoint(folder)
+    states, snapshots = facts["state_bytes"], BYTES // facts["state_bytes"] * facts["state_bytes"]
+    estimate = model_bytes(checkpoint, kv_tokens=64, sequences=5)
+    assert 0 <= estimate - allocated(llm) - snapshots - 10 * states < 0.01 * estimate
+    assert estimate - model_bytes(checkpoint, kv_tokens=64, sequences=2) == 6 * states > 0
+    monkeypatch.setattr(memory, "free_memory", lambda **_: estimate)
+    message = r"with the states of 9,000 sequences and of snapshots needs .* and 27.* are free"
+    with pytest.raises(MemoryNeededError, match=message):
+        LLM(folder, kv_tokens=64, limits=Limits(sequences=9000, step_tokens=9000))
+    LLM(folder, kv_tokens=64, limits=Limits(sequences=5))

@@ -75,7 +75,8 @@ class LLM:
             layers = (*layers, FINAL)
         if prefix_store:
             check_store(prefix_store, prefix_cache, options, layers)
-        loaded = load(model, **options, hidden_layers=layers)
+        sequences = (limits or Limits()).sequences
+        loaded = load(model, sequences=sequences, **options, hidden_layers=layers)
         shared = ("device", "block_size", "activations")  # a draft model keeps its own dtype
         of_draft = {name: options[name] for name in shared if name in options}
         speculator = make_speculator(speculation, loaded, model, **of_draft)

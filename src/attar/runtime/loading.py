@@ -33,13 +33,14 @@ from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
 from attar.runtime.kv.hidden_pool import HiddenPool
-from attar.runtime.kv.memory import block_bytes, layer_shapes
+from attar.runtime.kv.memory import block_bytes
 from attar.runtime.runner.choice import RunnerSettings, why_not_compiled, why_not_device
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, model_weights
 from attar.runtime.runner.device.layout import DevicePacker
 from attar.runtime.runner.device.memory import planned_tokens
 from attar.runtime.runner.device.runner import Device, device_dtype, pool_token_bytes
+from attar.runtime.runner.kept_shapes import kept_shapes, may_carry_states, states_in_memory
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.runner.step_config import step_config
 from attar.runtime.runner.stored_tensors import StoredTensors
@@ -103,10 +104,11 @@ class Loaded:
         return BlockManager(self.runner.capacity, size, reuse=reuse, snapshots=snapshots, **bounds)
 
 
-def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
+def load(model: str | Path | Checkpoint, *, sequences: int = 1, **options: Any) -> Loaded:
     """Load a model.
 
     Args:
+        sequences: that run together; their states must fit into memory.
         options: fields of :class:`attar.runtime.runner.choice.RunnerSettings`.
 
     Raises:
@@ -114,7 +116,7 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
     """
     settings = RunnerSettings(**options)
     checkpoint = admit(model, causal=True)
-    _check_room(checkpoint, settings)
+    _check_room(checkpoint, settings, sequences)
     kind = "device" if settings.on_device else "compiled"
     why = (why_not_device if settings.on_device else why_not_compiled)(checkpoint, settings)
     runner: Compiled | Device | Modules | None = None
@@ -142,9 +144,10 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
     return Loaded(*parts, checkpoint.fingerprint)
 
 
-def _check_room(checkpoint: Checkpoint, settings: RunnerSettings) -> None:
+def _check_room(checkpoint: Checkpoint, settings: RunnerSettings, sequences: int) -> None:
     """Raise MemoryNeededError where the weights alone do not fit into the device's memory: packed ones as
-    they are stored, dense ones in 16 bits or as they will be rounded; or with the pool that was asked for."""
+    they are stored, dense ones in 16 bits or as they will be rounded; or with the states of the sequences, or
+    with the pool that was asked for."""
     device = pick_device(settings.device)
     if device.type not in ("cpu", "cuda"):
         return
@@ -153,11 +156,19 @@ def _check_room(checkpoint: Checkpoint, settings: RunnerSettings) -> None:
     size = checkpoint.nbytes if packed else count(checkpoint).parameters * bits // 8
     free = None if device.type == "cpu" else free_memory(device)
     check_memory(checkpoint.name, size, hint="quantize it: quantize works block by block", free=free)
-    if settings.kv_tokens is None or device.type != "cpu":
+    cached = settings.kv_tokens is not None and device.type == "cpu"
+    if not cached and not may_carry_states(checkpoint.config):
         return
     with suppress(ModelError, SettingsError):  # refused where the runner is made
+        layers, state_bytes = kept_shapes(checkpoint.config, torch_dtype(settings.dtype, settings.device))
+        if state_bytes:
+            size += states_in_memory(state_bytes, sequences)
+            name = f"{checkpoint.name} with the states of {sequences:,} sequences and of snapshots"
+            check_memory(name, size, hint="fewer --sequences", free=free)
+        if settings.kv_tokens is None or not cached:
+            return
         kv_dtype = "bfloat16" if settings.kv_dtype == "auto" else settings.kv_dtype
-        block = block_bytes(layer_shapes(checkpoint.config), kv_dtype, settings.block_size)
+        block = block_bytes(layers, kv_dtype, settings.block_size)
         pool = settings.kv_tokens * block // settings.block_size
         name = f"{checkpoint.name} with a KV cache of {settings.kv_tokens:,} tokens"
         check_memory(name, size + pool, hint="choose a smaller --kv-tokens; attar plan-kv shows what fits")

@@ -1,9 +1,10 @@
-"""Bytes that a model takes in memory while it is served, estimated from its headers: weights and KV cache.
+"""Bytes that a model takes in memory while it is served, estimated from its headers: weights, cache, states.
 
     compiled   2 bytes a number of a dense Linear and of the embedding, which a tied head has once more;
                Linears as codes: 4 or 8 bits a number, and at most 2 for scale and zero point
     modules    numbers of the dtype; Linears as codes as above, those of other grids as they are stored
     cache      as the runner allocates it (``kv/memory.py``), with the hidden states that embeddings read
+    states     of the sequences that run, before and after a step, and of all snapshots
 
 Norms and biases are counted like other dense numbers. What a step needs besides is not counted.
 """
@@ -24,31 +25,38 @@ from attar.models.loading.device import pick_device
 from attar.runtime.encoder import is_encoder
 from attar.runtime.kv.blocks import blocks_for
 from attar.runtime.kv.hidden_pool import HiddenPool
-from attar.runtime.kv.memory import block_bytes, layer_shapes
+from attar.runtime.kv.memory import LayerShape, block_bytes
 from attar.runtime.loading import pool_tokens, torch_dtype
 from attar.runtime.runner.choice import RunnerSettings, why_not_compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, HEAD
+from attar.runtime.runner.kept_shapes import kept_shapes, states_in_memory
 
 _INTEGER_GRIDS = ("compressed-tensors", "gguf", "gptq", "awq", "mlx")
 _CODES = {4: 0.75, 8: 1.25}  # bytes a number, with scale and zero point of a group of 16
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
-def model_bytes(checkpoint: Checkpoint, *, embeddings: bool = False, **options: Any) -> int:
+def model_bytes(
+    checkpoint: Checkpoint, *, embeddings: bool = False, sequences: int = 1, **options: Any
+) -> int:
     """The estimate.
 
     Args:
         embeddings: the final hidden states of prompts are kept.
+        sequences: that run together.
         options: fields of :class:`attar.runtime.runner.choice.RunnerSettings`.
 
     Raises:
-        ModelError: the model keeps something other than keys and values, or is of an unknown layout.
+        ModelError: the runtime does not run such a model, or it is of an unknown layout.
     """
     if is_encoder(checkpoint.config):
         return 4 * sum(math.prod(info.shape) for info in Decoded(checkpoint).tensors.values())
     settings = RunnerSettings(**options)
     compiled = not why_not_compiled(checkpoint, settings)
-    return _weights(checkpoint, settings, compiled) + _cache(checkpoint, settings, compiled, embeddings)
+    dtype = torch_dtype(settings.dtype, settings.device)
+    layers, state_bytes = kept_shapes(checkpoint.config, dtype)
+    cache = _cache(checkpoint, settings, layers, compiled, embeddings)
+    return _weights(checkpoint, settings, compiled) + cache + states_in_memory(state_bytes, sequences)
 
 
 def _weights(checkpoint: Checkpoint, settings: RunnerSettings, compiled: bool) -> int:
@@ -71,10 +79,15 @@ def _weights(checkpoint: Checkpoint, settings: RunnerSettings, compiled: bool) -
     return int(total)
 
 
-def _cache(checkpoint: Checkpoint, settings: RunnerSettings, compiled: bool, embeddings: bool) -> int:
+def _cache(
+    checkpoint: Checkpoint,
+    settings: RunnerSettings,
+    layers: tuple[LayerShape, ...],
+    compiled: bool,
+    embeddings: bool,
+) -> int:
     """Of the whole pool, which is allocated at once."""
     config = checkpoint.config.get("text_config") or checkpoint.config
-    layers = layer_shapes(config)
     if compiled:
         layers = tuple(replace(layer, head_dim=blocks_for(layer.head_dim, TILE) * TILE) for layer in layers)
     dense = "bfloat16" if compiled else _dtype_name(settings, Decoded(checkpoint))

@@ -114,7 +114,7 @@ class StateProbe:
     def run(self, name: str, call: LayerCall, hidden: Tensor) -> Tensor | tuple[Tensor, ...]:
         state = self.states[name] = LayerState()
         output = call(hidden, state)
-        if not _reads_state(call, hidden, state.tensors):
+        if not hidden.is_meta and not _reads_state(call, hidden, state.tensors):
             self.stepwise.add(name)
         return output
 

@@ -10,6 +10,7 @@ from attar.checkpoint import open_checkpoint
 from attar.checkpoint.paths import resolve
 from attar.checkpoint.units import byte_count, bytes_text
 from attar.errors import AttarError, ModelError, SettingsError
+from attar.runtime.admission import Limits
 from attar.runtime.encoder import Encoder, is_encoder
 from attar.runtime.llm import LLM
 from attar.runtime.model_bytes import model_bytes
@@ -98,7 +99,9 @@ def estimated_bytes(command: ServeCommand, path: str) -> int:
     if is_encoder(checkpoint.config):
         return model_bytes(checkpoint)
     pooling = command.embeddings.of_causal
-    return model_bytes(checkpoint, embeddings=pooling is not None, **_runner_options(command))
+    sequences = (command.options.get("limits") or Limits()).sequences
+    options: dict[str, Any] = {"sequences": sequences, **_runner_options(command)}
+    return model_bytes(checkpoint, embeddings=pooling is not None, **options)
 
 
 def load_model_of(command: ServeCommand, name: str, path: str) -> ServedModel:

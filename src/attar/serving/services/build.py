@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from attar.runtime.admission import Limits
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
@@ -75,10 +76,12 @@ def load_with_offers(
         how["hidden_states"] = ("embeddings", True)
     check_together({**evicting(load_options.get("eviction")), **how})
     limits, prefix_cache = load_options.pop("limits", None), load_options.pop("prefix_cache", None)
+    sequences = (limits or Limits()).sequences
+    hidden = (FINAL,) if embeddings else ()
     store = load_options.pop("prefix_store", None)
     if store:
-        check_store(store, prefix_cache, load_options, (FINAL,) if embeddings else ())
-    loaded = load(model, **load_options, hidden_layers=(FINAL,) if embeddings else ())
+        check_store(store, prefix_cache, load_options, hidden)
+    loaded = load(model, sequences=sequences, **load_options, hidden_layers=hidden)
     speculator = offer_speculator(loaded, pool, speculation.drafts, speculation.verification)
     llm = LLM.of(loaded, limits=limits, prefix_cache=prefix_cache, speculator=speculator)
     if store:
