@@ -30,19 +30,22 @@ def build_plan_kv(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         from attar.checkpoint.geometry import geometry
         from attar.checkpoint.units import byte_count
-        from attar.runtime.kv.memory import layer_shapes, plan_kv, read_config
+        from attar.runtime.kv.memory import plan_kv, read_config
+        from attar.runtime.runner.kept_shapes import kept_shapes
 
         config = read_config(values["model"])
         context = geometry(config, "bfloat16").context
         usual = [size for size in (1024, 4096) if context is None or size < context] + (
             [context] if context else []
         )
+        layers, state_bytes = kept_shapes(config)
         plan = plan_kv(
-            layer_shapes(config),
+            layers,
             contexts=_numbers("context", values["context"]) or usual,
             batches=_numbers("batch", values["batch"]) or [1, 8],
             kv_dtypes=values["kv_dtype"] or (),
             budget=byte_count("budget", values["budget"] or "") or None,
+            state_bytes=state_bytes,
             hidden_bytes=_hidden_bytes(values["draft"]),
             block_size=(_numbers("block-size", [values["block_size"] or "32"]))[0],
         )
@@ -80,6 +83,8 @@ def _print(plan: KVPlan) -> None:
     head, rows = plan_table(plan)
     states = f", with {plan.hidden_bytes:,} of hidden states" if plan.hidden_bytes else ""
     print(printable(f"{plan.model}{states}"))
+    if plan.state_bytes:
+        print(f"{plan.state_bytes:,} bytes of states a sequence in float32, twice: before and after a step")
     if sys.stdout.isatty():
         _rich(head, rows)
     else:

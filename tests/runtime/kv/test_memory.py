@@ -22,6 +22,9 @@ from attar.runtime.kv.memory import (
     residual_bytes,
 )
 from attar.runtime.kv.store import STORES, PoolGeometry, make_store
+from attar.runtime.runner.kept_shapes import kept_shapes
+from attar.runtime.runner.probe import probe
+from tests import tiny_models
 
 LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 LLAMA_3_8B = {**LLAMA_2_7B, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -144,6 +147,31 @@ def test_a_config_alone_is_enough(tmp_path):
     assert read_config("attar:tiny")["num_hidden_layers"] == 8
     with pytest.raises(CheckpointError):
         read_config(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba2"])
+def test_states_of_a_config(tmp_path, capsys, family):
+    """Keys and values of the layers that attend, and states of a sequence, as a loaded model has them."""
+    model = tiny_models.build(family)
+    model.config.save_pretrained(tmp_path)
+    shape = probe(model)
+    assert call(["plan-kv", str(tmp_path), "--context", "64", "--batch", "3", "--budget", "1GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1 layers, 2 kv heads of 16" if shape.layers else "no layers")
+    assert lines[1].startswith(f"{shape.state_bytes:,} bytes of states a sequence")
+    options = ["--context", "64", "--batch", "3", "--dtype", "float32", "--json"]
+    assert call(["plan-kv", str(tmp_path), *options]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert cell["bytes"] == 3 * (64 * 4 * shape.token_numbers + 2 * shape.state_bytes) > 0
+
+
+def test_a_family_that_cannot_be_counted_is_named(monkeypatch):
+    def failing(model):
+        raise NotImplementedError("no meta kernel")
+
+    monkeypatch.setattr("attar.runtime.runner.probe.probe", failing)
+    with pytest.raises(ModelError, match="mamba2: its states cannot be counted by its config: no meta"):
+        kept_shapes(tiny_models.config("mamba2").to_dict())
 
 
 def test_the_verb(tmp_path, capsys):

@@ -107,6 +107,7 @@ class KVPlan:
             hidden states are in it.
         rooms: the longest contexts; empty without a budget.
         hidden_bytes: of a token's hidden states, for a draft head.
+        state_bytes: of a sequence's states in float32, in layers that carry them.
     """
 
     model: str
@@ -116,6 +117,7 @@ class KVPlan:
     cells: tuple[CacheSize, ...]
     rooms: tuple[LongestContext, ...]
     hidden_bytes: int = 0
+    state_bytes: int = 0
 
 
 def plan_kv(
@@ -127,10 +129,12 @@ def plan_kv(
     budget: int | None = None,
     block_size: int = 32,
     hidden_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> KVPlan:
     """The sizes.
 
     Args:
+        state_bytes: of a sequence's states; a step holds those before and after it.
         kv_dtypes: formats; empty: all that the layers can have.
         hidden_bytes: of a token's hidden states, which are kept where its keys and values are.
 
@@ -146,7 +150,11 @@ def plan_kv(
 
     def cell(kv_dtype: str, context: int, batch: int) -> CacheSize:
         size = cache_bytes(layers, kv_dtype, context, batch, block_size, hidden_bytes)
+        size += 2 * batch * state_bytes
         return CacheSize(kv_dtype, context, batch, size, None if budget is None else size <= budget)
+
+    def of_cache(batch: int) -> int:
+        return (budget or 0) - 2 * batch * state_bytes
 
     return KVPlan(
         describe_layers(layers),
@@ -156,12 +164,13 @@ def plan_kv(
         tuple(cell(name, context, batch) for name in kv_dtypes for context in contexts for batch in batches),
         tuple(
             LongestContext(
-                name, batch, longest_context(layers, name, batch, budget, block_size, hidden_bytes)
+                name, batch, longest_context(layers, name, batch, of_cache(batch), block_size, hidden_bytes)
             )
             for name in (kv_dtypes if budget is not None else ())
             for batch in batches
         ),
         hidden_bytes,
+        state_bytes,
     )
 
 
@@ -244,8 +253,10 @@ def layer_shapes(config: Mapping[str, Any]) -> tuple[LayerShape, ...]:
 
 
 def formats_of(layers: Sequence[LayerShape]) -> tuple[str, ...]:
-    """The formats that all layers can have: KIVI has no latents."""
+    """The formats that all layers can have: KIVI has no latents. Without layers, formats do not differ."""
     latent = any(layer.latent for layer in layers)
+    if not layers:
+        return ("float32",)
     return tuple(name for name, kind in KV_FORMATS.items() if not (latent and kind.pair_bytes))
 
 
@@ -286,6 +297,8 @@ def cache_bytes(
 
 def describe_layers(layers: Sequence[LayerShape]) -> str:
     """One line: layers, heads, windows, bytes of a token in bfloat16."""
+    if not layers:
+        return "no layers with keys and values"
     windowed = [layer.window for layer in layers if layer.window]
     shapes = sorted({(layer.kv_heads, layer.head_dim) for layer in layers})
     kind = "latents" if any(layer.latent for layer in layers) else "kv heads"

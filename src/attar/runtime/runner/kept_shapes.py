@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from attar.errors import ModelError
 from attar.runtime.kv.memory import LayerShape, layer_shapes
 from attar.runtime.kv.state_snapshots import BYTES
 
+if TYPE_CHECKING:
+    import torch
+
 _CALLS = ("update_conv_state(", "update_recurrent_state(")  # of transformers' cache
 
 
 def kept_shapes(
-    config: Mapping[str, Any], dtype: torch.dtype | None = torch.float32
+    config: Mapping[str, Any], dtype: torch.dtype | Literal["float32"] | None = "float32"
 ) -> tuple[tuple[LayerShape, ...], int]:
     """The layers with keys and values, and the bytes of a sequence's states.
 
@@ -36,11 +37,13 @@ def kept_shapes(
     """
     if not may_carry_states(config):
         return layer_shapes(config), 0
+    import torch
+
     from attar.models.loading.configs import first_line
     from attar.models.loading.empty import empty_model
     from attar.runtime.runner.probe import probe
 
-    model = empty_model(config).to(device="meta", dtype=dtype)
+    model = empty_model(config).to(device="meta", dtype=torch.float32 if dtype == "float32" else dtype)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its shapes do not depend on numbers
     try:
