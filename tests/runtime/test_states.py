@@ -3,6 +3,7 @@ scheduling at once, and no state outlives its sequence."""
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from attar.runtime.speculate.self_speculation import load_self_draft
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.suffix import SuffixProposer
+from attar.serving.http.backend import EngineBackend
 from tests import tiny_models
 from tests.runtime.driving import greedy
 
@@ -114,3 +116,18 @@ def test_what_states_exclude_is_refused():
     described = "\n".join(model.describe().lines())
     assert "states      1.54 kB a sequence" in described
     assert ", prefixes shared" in described
+
+
+def test_metrics_of_states():
+    """Bytes held, snapshots kept, and sequences that started from one; nothing of a model without states."""
+    plain, model = llm("lfm2", blocks=64)
+    text, size = prompts(plain)[0], model.engine.runner.state_bytes
+    for reused in (0, 1):
+        model.generate(text, GREEDY)
+        backend = EngineBackend(SimpleNamespace(engine=model.engine))
+        seen = {sample.name: sample.value for sample in backend.stats().samples}
+        kept = seen["state_snapshots"]
+        assert seen == {"state_bytes": kept * size, "state_snapshots": kept, "state_snapshots_reused": reused}
+        assert kept >= 1 and size > 0
+    without = llm("llama2", blocks=64)[1]
+    assert EngineBackend(SimpleNamespace(engine=without.engine)).stats().samples == []

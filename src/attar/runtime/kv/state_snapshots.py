@@ -26,10 +26,14 @@ class StateSnapshots:
         block_size: B.
         most: snapshots that are kept.
         every: blocks from one to the next.
+
+    Attributes:
+        reused: sequences that started from a snapshot.
     """
 
     def __init__(self, block_size: int, most: int, every: int = EVERY) -> None:
         self.block_size, self.most, self.every = block_size, most, every
+        self.reused = 0
         self._blocks: OrderedDict[int, Any] = OrderedDict()  # the last used at the end
         self._taken: dict[int, Mapping[int, Any]] = {}  # by sequence, of the step that has run
         self._starts: dict[int, Any] = {}  # of sequences that were admitted and have not run
@@ -72,6 +76,7 @@ class StateSnapshots:
         """A sequence continues behind a block."""
         self._blocks.move_to_end(block)
         self._starts[sequence] = self._blocks[block]
+        self.reused += 1
 
     def started(self, sequence: int) -> Any | None:
         """The snapshot that a sequence continues from, before its first step."""

@@ -225,8 +225,23 @@ class EngineBackend(Backend):
             prefix_hits=manager.stats.hit,
             preemptions=scheduler.preemptions,
             speculation=None if speculator is None else speculator.counts.copy(),
-            samples=self._samples(),
+            samples=[*self._samples(), *self._states()],
         )
+
+    def _states(self) -> list[MetricSample]:
+        """Of a model with layers that carry states; forks that share one count each."""
+        runner: Any = self._streams.engine.runner
+        size = getattr(runner, "state_bytes", 0)
+        if not size:
+            return []
+        snapshots = runner.states.snapshots
+        kept, reused = (0, 0) if snapshots is None else (len(snapshots), snapshots.reused)
+        held = (len(runner.states.sequences) + kept) * size
+        return [
+            MetricSample("state_bytes", "Bytes of states, of sequences and snapshots.", held, counts=False),
+            MetricSample("state_snapshots", "Snapshots of states that are kept.", kept, counts=False),
+            MetricSample("state_snapshots_reused", "Sequences that started from one.", reused),
+        ]
 
     def block_map(self) -> BlockMap | None:
         open_blocks = list(getattr(self._store, "open", ()))
