@@ -143,6 +143,10 @@ def test_killed_while_writing(tmp_path):
         env=os.environ | {"PYTHONPATH": paths},
     )
     child.stdout.readline()
+    end = time.monotonic() + 60
+    while not any(file.is_file() and file.suffix != ".partial" for file in tmp_path.glob("*/*")):
+        assert time.monotonic() < end, "nothing is written"
+        time.sleep(0.002)
     time.sleep(0.02)
     child.send_signal(signal.SIGKILL)
     child.wait()
