@@ -36,7 +36,7 @@ from attar.recipe.estimate import seconds as work_seconds
 from attar.recipe.machine import measure_rates
 from attar.recipe.plan_history import read_records
 from attar.recipe.shapes import shape_of
-from attar.runtime.kv.memory import layer_shapes
+from attar.runtime.runner.kept_shapes import kept_shapes
 from attar.sensitivity.weight_changes import ROWS, SensitivityInputs, load_inputs
 
 if TYPE_CHECKING:
@@ -135,21 +135,23 @@ class _Planner:
         )
 
     def _kv(self) -> list[KVOption]:
-        """Formats of keys and values with the bytes of their caches, the losses not yet known."""
+        """Formats of keys and values with the bytes of their caches and states, losses not yet known."""
         settings = self.settings
         if not settings.tokens:
             return [KVOption("auto", 0, 0.0)]
         context = self.checkpoint.config.get("max_position_embeddings")
         if context and settings.tokens > context:
             raise SettingsError("context", settings.context, f"at most the model's, {context}")
-        layers = layer_shapes(self.checkpoint.config)
+        layers, state_bytes = kept_shapes(self.checkpoint.config)
         names = [
             name
             for name in KV_DTYPES_OF.get(settings.engine, ("auto",))
             if name == "auto" or not any(layer.latent or layer.head_dim % 2 for layer in layers)
         ]
+        states = settings.batch * state_bytes
         return [
-            KVOption(name, kv_bytes(layers, name, settings.tokens, settings.batch), 0.0) for name in names
+            KVOption(name, kv_bytes(layers, name, settings.tokens, settings.batch) + states, 0.0)
+            for name in names
         ]
 
     def _check_size(
