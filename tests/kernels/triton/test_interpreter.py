@@ -23,7 +23,7 @@ pytestmark = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_kernels_are_their_definitions_in_float64(file):
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )

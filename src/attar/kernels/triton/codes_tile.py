@@ -9,7 +9,8 @@ Letters: K inputs, N outputs, G inputs of a scale; q code, z zero point, s scale
 
 A tile is a group of G inputs by some outputs. q - z is a whole number below 256, exact in bfloat16 and
 float16, and s multiplies the float32 sum of the group: nothing is rounded again. Zero points that are not
-whole are subtracted behind the product, z times the group's sum of inputs.
+whole are subtracted behind the product, z times the group's sum of inputs: a product with ones of as many
+columns, for the compiler divides the outputs of all products here among warps as those of the narrowest.
 
 Every product of a tile is :func:`tl.dot` with row tiles of 16 or 32, which is mma.m16n8k16 on every card
 since Ampere: the order of a row's sums depends on K and G, and never on how many rows there are.
@@ -86,17 +87,17 @@ def split_sum(
         if ZEROS == "whole":
             zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
-        sums = tl.zeros((ROWS, 16), tl.float32)
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in tl.static_range(0, G, INNER):
             first = group * G + step
             rows = tl.load(x + (first + k)[None, :], mask=row_mask, other=0.0)
             codes = code_tile(words, K, N, first, n, inside, zero, INNER, BITS)
             part = tl.dot(rows, codes.to(rows.dtype), part, input_precision="ieee")
             if ZEROS == "real":
-                ones = tl.full((INNER, 16), 1.0, rows.dtype)
+                ones = tl.full((INNER, COLUMNS), 1.0, rows.dtype)
                 sums = tl.dot(rows, ones, sums, input_precision="ieee")
         if ZEROS == "real":
             difference = tl.load(zeros + at, mask=inside, other=0.0).to(tl.float32) - zero
-            part -= tl.max(sums, axis=1)[:, None] * difference[None, :]  # 16 equal columns
+            part -= sums * difference[None, :]
         total += part * scale[None, :]
     return total

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from attar.kernels.triton.codes_tile import split_sum
 from attar.kernels.triton.gemm import (
-    DENSE_COLUMNS,
-    DENSE_INNER,
+    DENSE,
     STAGES,
     code_tile_of,
     dense_sum,
@@ -106,12 +105,13 @@ def experts_product(
     """y (P, N) of x (R, K) and codes (E, K bits / 32, N); arguments as in ``kernels/device``."""
     K, (E, _, N), P = x.shape[1], codes.shape, len(order)
     G = K // scales.shape[1]
-    tile, rows = code_tile_of(G, bits), row_tile(P // E, zeros)
+    tile = code_tile_of(G, bits)
+    rows = row_tile(P // E, tile)
     y = torch.empty(P, N, dtype=x.dtype, device=x.device)
     experts_kernel[_grid(N, tile.columns, P, E, rows)](
         x, codes, scales, codes if zeros is None else zeros, x if bias is None else bias, order, ends, y,
         N, K, E, gather, G, bits, zeros_kind(zeros), bias is not None,
-        rows, tile.columns, tile.inner, triton.next_power_of_2(E), num_warps=tile.warps if rows == 16 else 4,
+        rows, tile.columns, tile.inner, triton.next_power_of_2(E), num_warps=tile.warps,
         num_stages=STAGES,
     )  # fmt: skip
     return y
@@ -122,12 +122,12 @@ def experts_dense(
 ) -> Tensor:
     """y (P, N) of x (R, K) and weights (E, N, K)."""
     (E, N, K), P = weight.shape, len(order)
-    rows = row_tile(P // E)
+    rows = row_tile(P // E, DENSE)
     y = torch.empty(P, N, dtype=x.dtype, device=x.device)
-    dense_experts_kernel[_grid(N, DENSE_COLUMNS, P, E, rows)](
+    dense_experts_kernel[_grid(N, DENSE.columns, P, E, rows)](
         x, weight, x if bias is None else bias, order, ends, y, N, K, E, gather,
         x.dtype != weight.dtype, bias is not None,
-        rows, DENSE_COLUMNS, DENSE_INNER, triton.next_power_of_2(E), num_warps=4, num_stages=STAGES,
+        rows, DENSE.columns, DENSE.inner, triton.next_power_of_2(E), num_warps=DENSE.warps, num_stages=STAGES,
     )  # fmt: skip
     return y
 

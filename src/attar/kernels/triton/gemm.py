@@ -23,7 +23,6 @@ from attar.kernels.triton.gemv import sum_splits
 FEW = 64  # rows, at most, that a program for each split is launched for
 PROGRAMS = 512  # wanted of a weight: about four for each processor of a large card
 LEAST = 512  # inputs of a split
-DENSE_INNER, DENSE_COLUMNS = 64, 64  # a dense tile
 STAGES = 4  # tiles of weights on their way
 
 
@@ -34,19 +33,29 @@ class Tile(NamedTuple):
         inner: inputs of a tile.
         columns: outputs of a tile.
         warps: of 32 threads.
+        rows: of x, at most.
     """
 
     inner: int
     columns: int
     warps: int
+    rows: int
+
+
+DENSE = Tile(64, 64, 4, 32)  # of a weight that has no codes
 
 
 def code_tile_of(G: int, bits: int) -> Tile:
-    """The tile of codes of ``bits`` in groups of G inputs."""
+    """The tile of codes of ``bits`` in groups of G inputs.
+
+    Fewer than four warps, and the planes of 6 and 7 bits, leave no registers for 32 rows. On sm_80, 7 bits
+    with whole zero points spill 8 bytes of a thread even at 16 rows.
+    """
     widest = 8 if bits == 8 else 4 if bits >= 4 else 2
     inner = min(G, 64 if widest >= 4 else 128)
     columns = 64 if inner * widest >= 256 else 128
-    return Tile(inner, columns, max(1, min(4, inner * widest * columns // 4096)))
+    warps = max(1, min(4, inner * widest * columns // 4096))
+    return Tile(inner, columns, warps, 32 if warps == 4 and bits not in (6, 7) else 16)
 
 
 def splits(N: int, K: int, G: int, columns: int) -> tuple[int, int]:
@@ -57,9 +66,9 @@ def splits(N: int, K: int, G: int, columns: int) -> tuple[int, int]:
     return -(-groups // size), size
 
 
-def row_tile(M: int, zeros: Tensor | None = None) -> int:
-    """Rows of a program: 16 or 32, both mma.m16n8k16; real zero points leave no registers for 32."""
-    return 16 if M <= 16 or zeros_kind(zeros) == "real" else 32
+def row_tile(M: int, tile: Tile) -> int:
+    """Rows of a program: 16 or 32, both mma.m16n8k16."""
+    return 16 if M <= 16 else tile.rows
 
 
 def zeros_kind(zeros: Tensor | None) -> str:
@@ -115,13 +124,13 @@ def packed_product(
     (M, K), N, G = x.shape, codes.shape[1], x.shape[1] // scales.shape[0]
     tile = code_tile_of(G, bits)
     count, size = splits(N, K, G, tile.columns)
-    split, rows = count > 1 and M <= FEW, row_tile(M, zeros)
+    split, rows = count > 1 and M <= FEW, row_tile(M, tile)
     y = _output(x, M, N, count if split else 0, out_dtype)
     grid = (triton.cdiv(N, tile.columns), triton.cdiv(M, rows), count if split else 1)
     product_kernel[grid](
         x, codes, scales, codes if zeros is None else zeros, x if bias is None else bias, y,
         M, N, K, size, count, G, bits, zeros_kind(zeros), bias is not None and not split, split,
-        rows, tile.columns, tile.inner, num_warps=tile.warps if rows == 16 else 4, num_stages=STAGES,
+        rows, tile.columns, tile.inner, num_warps=tile.warps, num_stages=STAGES,
     )  # fmt: skip
     return sum_splits(y, bias, out_dtype) if split else y
 
@@ -180,14 +189,14 @@ def dense_kernel(
 def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """y (M, N) of x (M, K) and a weight (N, K), sums in float32."""
     (M, K), N = x.shape, weight.shape[0]
-    count, size = splits(N, K, DENSE_INNER, DENSE_COLUMNS)
-    split, rows = count > 1 and M <= FEW, row_tile(M)
+    count, size = splits(N, K, DENSE.inner, DENSE.columns)
+    split, rows = count > 1 and M <= FEW, row_tile(M, DENSE)
     y = _output(x, M, N, count if split else 0, out_dtype)
-    grid = (triton.cdiv(N, DENSE_COLUMNS), triton.cdiv(M, rows), count if split else 1)
+    grid = (triton.cdiv(N, DENSE.columns), triton.cdiv(M, rows), count if split else 1)
     dense_kernel[grid](
         x, weight, x if bias is None else bias, y, M, N, K, size, count,
         x.dtype != weight.dtype, bias is not None and not split, split,
-        rows, DENSE_COLUMNS, DENSE_INNER, num_warps=4, num_stages=STAGES, maxnreg=255,
+        rows, DENSE.columns, DENSE.inner, num_warps=DENSE.warps, num_stages=STAGES, maxnreg=255,
     )  # fmt: skip
     return sum_splits(y, bias, out_dtype) if split else y
 
