@@ -145,6 +145,7 @@ def test_overrides_name_each_module_once() -> None:
         ({"batch": 0}, "batch is 0, but must be at least 1"),
         ({"engine": "vllm", "speed": "decode>=40"}, "speed is 'decode>=40', but must be empty with vllm"),
         ({"check": -1}, "check is -1"),
+        ({"hardware": "times.yaml"}, "hardware is 'times.yaml', but must be this without speed"),
         ({"engine": "llama.cpp", "method": "awq"}, "method is 'awq', but must be another one"),
     ],
 )

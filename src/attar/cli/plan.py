@@ -17,7 +17,7 @@ from attar.cli.command import (
     settings_options,
     text_option,
 )
-from attar.errors import UsageError
+from attar.errors import SettingsError, UsageError
 from attar.planner.settings import ENGINES, PlanSettings
 from attar.progress import Progress
 from attar.recipe.plan_history import PlanRecord, read_records
@@ -57,6 +57,8 @@ def build_plan(verb: str) -> Any:
         if values.pop("history"):
             records = read_records()
             return Answer({"plans": [asdict(record) for record in records]}, history_text(records))
+        if values["engine"] not in (None, *ENGINES):
+            raise SettingsError("for", values["engine"], f"{', '.join(ENGINES[:-1])} or {ENGINES[-1]}")
         model, out = values.pop("model"), values.pop("out")
         if not model:
             raise UsageError("a model is missing", hint="attar plan MODEL --size 5GB")

@@ -81,9 +81,10 @@ class _Planner:
         times = step_times(checkpoint, groups, settings, self.progress) if settings.speed else None
         if times is not None and (fastest := times.fastest(table)) > self._seconds:
             rate = settings.batch / fastest
+            near = format(0.98 * rate, ".0f" if rate > 10 else ".2g")
             raise UsageError(
                 f"speed is {settings.speed!r}, but the fastest recipe decodes {rate:.4g} tokens a second",
-                hint=f'--speed "decode>={0.98 * rate:.3g}" is possible, by what was measured here',
+                hint=f'--speed "decode>={near}" is possible, by what was measured here',
             )
         self._announce(len(table))
         inputs = load_inputs(checkpoint, settings)

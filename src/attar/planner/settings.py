@@ -74,6 +74,8 @@ class PlanSettings:
             raise SettingsError("method", self.method, "another one with llama.cpp, as attar export has them")
         if self.speed and self.engine != "attar":
             raise SettingsError("speed", self.speed, f"empty with {self.engine}, whose kernels are not timed")
+        if self.hardware != "this" and not self.speed:
+            raise SettingsError("hardware", self.hardware, "this without speed, for which alone it is read")
 
     @property
     def bytes(self) -> int:
