@@ -253,7 +253,7 @@ class Recorder:
 
     def __init__(self, plain: Modules) -> None:
         self.runner = plain
-        rotary = Rotary(plain.model, plain.pool.geometry.layers)
+        rotary = Rotary(plain.model, range(plain.pool.geometry.layers))
         self.tail = LastQueries(SnapKV(capacity=10**9, window=32))
         self.again = StridedQueries(Reread(capacity=10**9), rotary)
         plain._observer = self
