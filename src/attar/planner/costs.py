@@ -196,7 +196,7 @@ class StepTimes:
         table: of the products.
         products: (N, K) of the fused products of each group.
         dense: shapes of products that stay in bf16: the head.
-        overhead: seconds of a step beside its products.
+        overhead: seconds of a step outside its products.
         batch: sequences, which is T of every product.
     """
 

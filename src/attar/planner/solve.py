@@ -178,6 +178,6 @@ class PlanSolver:
         return None
 
     def _head(self, choice: GroupChoice) -> int:
-        """Bytes of the files beside the tensors of the groups."""
+        """Bytes of the files without the tensors of the groups."""
         inside = sum(self.bytes[group][option] for group, option in choice.items())
         return self.costs.file_bytes(choice) - inside

@@ -321,9 +321,7 @@ def test_the_cache_takes_what_is_left():
     assert planned_tokens("m", 1000, 10_000_000, most=None) == 9000
     assert planned_tokens("m", 1000, 10_000_000, most=500) == 500
     assert planned_tokens("m", 1000, 10_000_000, most=500, wanted=800) == 800
-    with pytest.raises(
-        MemoryNeededError, match=r"9,001 tokens needs 9.* and 9.* are free beside the weights"
-    ):
+    with pytest.raises(MemoryNeededError, match=r"9,001 tokens needs 9.* and 9.* are left by the weights"):
         planned_tokens("m", 1000, 10_000_000, most=None, wanted=9001)
 
 

@@ -28,22 +28,7 @@ LOWEST = torch.finfo(torch.float32).min
 TOKENS = 32  # whose keys the torch body gathers at a time
 
 
-def _rope_write_shape(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rotary: Tensor | None,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    heads: int,
-    eps: float,
-    scale: float,
-    wide: bool,
-) -> Tensor:
+def _rope_write_shape(qkv: Tensor, keys: Tensor, heads: int) -> Tensor:
     g, d = keys.shape[2:]
     torch._check(qkv.shape[1] == (heads + 2 * g) * d)
     return qkv.new_empty(qkv.shape[0], heads, d)
@@ -101,22 +86,7 @@ def rope_write(
     return (q * scale).to(qkv.dtype)
 
 
-def _paged_attention_shape(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    tables: Tensor,
-    spans: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    firsts: Tensor,
-    tree: Tensor,
-    sinks: Tensor | None,
-    window: int,
-    soft_cap: float,
-) -> Tensor:
+def _paged_attention_shape(q: Tensor) -> Tensor:
     return torch.empty_like(q)
 
 

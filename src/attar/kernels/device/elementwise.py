@@ -17,17 +17,7 @@ LIMIT, ALPHA = 7.0, 1.702  # of gpt-oss's activation
 GELU = math.sqrt(2 / math.pi)
 
 
-def _add_norm_shape(
-    x: Tensor,
-    y: Tensor | None,
-    share: Tensor | None,
-    routed: Tensor | None,
-    shares: Tensor | None,
-    post: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _add_norm_shape(x: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=out_dtype)
 
 
@@ -67,7 +57,7 @@ def add_norm(
     return rms_norm(x, weight, eps).to(out_dtype)
 
 
-def _gated_shape(gate_up: Tensor, activation: str) -> Tensor:
+def _gated_shape(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
@@ -89,20 +79,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return (gate * sigmoid(gate) * up).to(gate_up.dtype)
 
 
-def _route_shape(
-    x: Tensor,
-    router: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    shared_gate: Tensor | None,
-    active: int,
-    scoring: str,
-    normalized: bool,
-    scaling: float,
-    groups: int,
-    active_groups: int,
-    group_scores: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route_shape(x: Tensor, router: Tensor, active: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens = x.shape[0]
     return (
         x.new_empty(tokens, active, dtype=torch.float32),

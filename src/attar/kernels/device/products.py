@@ -32,15 +32,7 @@ def rows_times(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(products)[: len(x)] if products else x.new_empty(0, len(weight))
 
 
-def _packed_product_shape(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _packed_product_shape(x: Tensor, codes: Tensor, bits: int, out_dtype: torch.dtype) -> Tensor:
     torch._check(x.shape[1] * bits == codes.shape[0] * WORD)
     return x.new_empty(x.shape[0], codes.shape[1], dtype=out_dtype)
 
@@ -67,7 +59,7 @@ def packed_product(
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def _dense_product_shape(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _dense_product_shape(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     torch._check(x.shape[1] == weight.shape[1])
     return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
 
@@ -79,17 +71,7 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: tor
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def _experts_product_shape(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    order: Tensor,
-    ends: Tensor,
-    bits: int,
-    gather: int,
-) -> Tensor:
+def _experts_product_shape(x: Tensor, codes: Tensor, order: Tensor) -> Tensor:
     return x.new_empty(order.shape[0], codes.shape[2])
 
 
@@ -124,9 +106,7 @@ def experts_product(
     return _of_experts(x, weight, codes.shape[2], bias, order, ends, gather)
 
 
-def _experts_dense_shape(
-    x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, ends: Tensor, gather: int
-) -> Tensor:
+def _experts_dense_shape(x: Tensor, weight: Tensor, order: Tensor) -> Tensor:
     return x.new_empty(order.shape[0], weight.shape[1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -18,15 +19,22 @@ def operator(
     """Register a function of tensors under its name; calls of what is returned go through torch's dispatcher.
 
     Args:
-        shape: results without data, from the same arguments.
+        shape: results without data, from those of the arguments that it names.
         mutates: arguments that are written to.
     """
 
+    needed = inspect.signature(shape).parameters
+
     def register(body: Callable[P, R]) -> Callable[P, R]:
-        name = body.__name__
+        name, signature = body.__name__, inspect.signature(body)
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            return shape(**{argument: given[argument] for argument in needed})
+
         _LIBRARY.define(name + torch.library.infer_schema(body, mutates_args=mutates))
         _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"attar::{name}", shape, lib=_LIBRARY)
+        torch.library.register_fake(f"attar::{name}", fake, lib=_LIBRARY)
         return cast("Callable[P, R]", getattr(torch.ops.attar, name).default)
 
     return register

@@ -3,7 +3,7 @@
     key_(i+1) = SHA-256(key_i, tokens of block i),  key_0 = SHA-256(identity, salt)    names a block's file
     FOLDER/KK/KEY: SHA-256(KEY, content), content                    all layers' keys and values of a block
 
-The identity names all that a block's numbers depend on beside its tokens: model, runner, formats. The salt is
+The identity names all else that a block's numbers depend on: model, runner, formats. The salt is
 the tenant. A file appears by rename, so that a process that is killed leaves none or a hidden one; a file
 without its checksum is removed and counts as absent. Beyond the bound the files used least recently go.
 Files are written by a thread of their own, read by the caller.

@@ -1,4 +1,4 @@
-"""How many tokens the KV cache of a device holds: what is left beside the weights, or what was asked for."""
+"""How many tokens the KV cache of a device holds: what the weights leave, or what was asked for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def planned_tokens(
         size = bytes_text(needed * token_bytes)
         raise MemoryNeededError(
             f"{name}: a KV cache of {needed:,} tokens needs {size} of the device's memory, and "
-            f"{bytes_text(int(free * SHARE))} are free beside the weights",
+            f"{bytes_text(int(free * SHARE))} are left by the weights",
             hint="choose a smaller --kv-tokens, or --kv-dtype int8",
         )
     return wanted or min(room, most or room)
