@@ -131,28 +131,31 @@ def slow_route(logits, correction, active, scoring, normalized, scaling, groups,
         (2, "softmax", True, 1.0, 2, 1, 1),
     ],
 )
-def test_the_choice_of_experts(choice):
+@pytest.mark.parametrize("shared", [0, 2])
+def test_the_choice_of_experts(choice, shared):
     x, router = torch.randn(7, 16, generator=drawn(1)), torch.randn(8, 16, generator=drawn(2))
     bias, correction = torch.randn(8, generator=drawn(3)), torch.rand(8, generator=drawn(4))
     gate = torch.randn(16, generator=drawn(5))
-    shares, order, ends, share = route(x, router, bias, correction, gate, *choice)
+    shares, order, ends, share = route(x, router, bias, correction, gate, *choice, shared)
     pairs = []
     for token in range(7):
         logits = (router.double() @ x[token].double() + bias).tolist()
+        of_shared = 1 / (1 + math.exp(-float(x[token].double() @ gate.double())))
         wanted = slow_route(logits, correction.tolist(), *choice)
+        wanted += [(8 + part, of_shared) for part in range(shared)]
         pairs += [expert for expert, _ in wanted]
         torch.testing.assert_close(shares[token].tolist(), [part for _, part in wanted], **CLOSE)
+        torch.testing.assert_close(float(share[token]), of_shared, **CLOSE)
     assert order.tolist() == sorted(range(len(pairs)), key=lambda pair: pairs[pair])
-    assert ends.tolist() == [sum(pair <= e for pair in pairs) for e in range(8)]
-    torch.testing.assert_close(share, (x @ gate).sigmoid(), **CLOSE)
+    assert ends.tolist() == [sum(pair <= e for pair in pairs) for e in range(8 + shared)]
 
 
 def test_of_equal_experts_the_first_is_chosen():
     _, order, _, share = route(
-        torch.ones(1, 4), torch.ones(6, 4), None, None, None, 2, "softmax", True, 1.0, 1, 1, 1
+        torch.ones(1, 4), torch.ones(6, 4), None, None, None, 2, "softmax", True, 1.0, 1, 1, 1, 0
     )
     _, _, ends, _ = route(
-        torch.ones(1, 4), torch.ones(6, 4), None, None, None, 2, "softmax", True, 1.0, 3, 2, 1
+        torch.ones(1, 4), torch.ones(6, 4), None, None, None, 2, "softmax", True, 1.0, 3, 2, 1, 0
     )
     assert order.tolist() == [0, 1] and share.tolist() == [1.0] and ends.tolist() == [1, 2, 2, 2, 2, 2]
 
@@ -322,7 +325,7 @@ def test_a_row_does_not_depend_on_its_batch():
     products = [
         lambda rows: packed_product(rows, words, scales, points, None, bits, torch.float32),
         lambda rows: dense_product(rows, codes.float(), None, torch.float32),
-        lambda rows: route(rows, codes[:8].float(), None, None, None, 2, "softmax", True, 1.0, 1, 1, 1)[0],
+        lambda rows: route(rows, codes[:8].float(), None, None, None, 2, "softmax", True, 1.0, 1, 1, 1, 0)[0],
     ]
     for product in products:
         together = product(x)
@@ -356,7 +359,7 @@ def arguments():
         dense_product: (x, torch.randn(5, 96), torch.randn(5), torch.float32),
         experts_product: (x[:2], *stack, None, order, ends, 3, 2),
         experts_dense: (x, torch.randn(3, 5, 96), None, order, ends, 0),
-        route: (x, torch.randn(6, 96), None, None, None, 2, "sigmoid", True, 1.0, 1, 1, 1),
+        route: (x, torch.randn(6, 96), None, None, None, 2, "sigmoid", True, 1.0, 1, 1, 1, 3),
         gated: (x, "silu"),
         add_norm: (x.clone(), x, None, None, None, weight, weight, 1e-5, torch.bfloat16),
         rope_write: (qkv, positions, slots, None, None, None, *cells, HEADS, 1e-5, 1.0, False),

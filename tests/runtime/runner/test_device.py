@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attar.errors import MemoryNeededError, ModelError
 from attar.kernels.device import planes
+from attar.kernels.experts import MixtureWeights
 from attar.kernels.packed import quantize
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
@@ -27,6 +28,7 @@ from attar.runtime.runner.device.linears import product_kernel
 from attar.runtime.runner.device.memory import planned_tokens
 from attar.runtime.runner.device.model import on_device
 from attar.runtime.runner.device.runner import KV_DTYPES, DevicePool, DeviceProgram, device_runner
+from attar.runtime.runner.device.shared_expert import with_shared_expert
 from attar.runtime.runner.device.step import StepShape, shape_of, stage, views
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import StepInput, TokenSpan
@@ -34,6 +36,7 @@ from tests import tiny_mixtures, tiny_models
 from tests.marks import slow_but
 
 CPU = torch.device("cpu")
+DENSE_FAMILIES = ("llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
 LENGTH = 40
 CLOSE = {"rtol": 0, "atol": 2e-4}
@@ -113,6 +116,57 @@ def test_experts_are_stacked_in_their_widest_codes():
     laid = stacked([device_codes(weight, torch.ones(5) * n, CPU) for n, weight in enumerate(weights)])
     assert laid.bits == 5 and laid.bias[:, 0].tolist() == [0, 1, 2]
     assert torch.equal(laid.dense(), torch.stack([value(weight) for weight in weights]))
+
+
+def mlp(weights, x):
+    """A shared expert by itself, in float64; weights: gate_up and down, dense."""
+    gate, up = (x @ weights[0].double().T).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up) @ weights[1].double().T
+
+
+@pytest.mark.parametrize(
+    ("bits", "of_shared", "zeros", "neurons", "parts"),
+    [
+        (DENSE, DENSE, False, 64, 2),
+        (DENSE, DENSE, False, 48, 2),
+        (4, 4, False, 64, 2),
+        (4, 4, True, 32, 1),
+        (4, 3, False, 96, 3),
+        (8, 4, True, 64, 2),
+        (4, 4, False, 32, 1),
+        (4, 8, False, 64, 0),
+        (4, DENSE, False, 64, 0),
+    ],
+)
+def test_a_shared_expert_is_further_experts(bits, of_shared, zeros, neurons, parts):
+    """The sum of what its parts compute; three experts of 32 neurons keep their values. Weights that would
+    make theirs larger stay apart."""
+
+    def linear(bits, rows, columns, seed, zeros=False):
+        if bits == DENSE:
+            return DeviceWeight(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)))
+        kind = "int4" if bits <= 4 else "int8"
+        return device_codes(codes(bits, rows, columns, zeros=zeros, kind=kind, seed=seed), None, CPU)
+
+    routed = [stacked([linear(bits, *shape, seed) for seed in range(3)]) for shape in ((64, 64), (64, 32))]
+    shared = [linear(of_shared, *shape, 7, zeros) for shape in ((2 * neurons, 64), (64, neurons))]
+    mixture = MixtureWeights(
+        routing=None,
+        router=None,
+        gate_up=routed[0],
+        down=routed[1],
+        shared_gate_up=shared[0],
+        shared_down=shared[1],
+    )
+    joined = with_shared_expert(mixture)
+    assert len(joined.down.data) == 3 + parts and (joined.shared_down is None) is (parts > 0)
+    dense = joined.gate_up.dense(), joined.down.dense()
+    assert all(torch.equal(x[:3], weight.dense()) for x, weight in zip(dense, routed, strict=True))
+    assert joined.down.bits == bits
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).double()
+    if parts:
+        found = sum(mlp(pair, x) for pair in zip(dense[0][3:], dense[1][3:], strict=True))
+        torch.testing.assert_close(found, mlp([weight.dense() for weight in shared], x))
 
 
 def test_inputs_that_do_not_fill_words_are_refused():
@@ -264,16 +318,18 @@ def _to_meta(weights):
 
 @pytest.mark.parametrize(
     ("family", "most"),
-    [("llama3", 9), ("gemma2", 9), ("mixtral", 10), ("gpt_oss", 10), ("qwen2_moe", 13)],
+    [*dict.fromkeys(DENSE_FAMILIES, 9).items(), *dict.fromkeys(MIXTURES, 10).items()],
 )
 def test_operators_of_a_layer(family, most):
-    """As many at a batch of 64 as at 1, and of the model at most twelve besides."""
-    build = tiny_models.build if family in ("llama3", "gemma2") else tiny_mixtures.build
+    """Of every family of the step: what the same layers once more add, as many at a batch of 64 as at 1."""
+    build = tiny_mixtures.build if family in MIXTURES else tiny_models.build
     actual = runner(build(family), blocks=70)
-    one, many = operators(actual, 1), operators(actual, 64)
-    layers = len(actual.weights.layers)
+    layers = actual.weights.layers
+    twice = actual.of(dataclasses.replace(actual.weights, layers=layers * 2), actual.capacity)
+    one, many = operators(twice, 1), operators(twice, 64)
     assert one == many
-    assert sum(one.values()) <= most * layers + 12, one
+    added = one - operators(actual, 1)
+    assert sum(added.values()) <= most * len(layers), added
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

@@ -1,6 +1,6 @@
 """What lies between the products of the device runner: sums and norms, activations, the choice of experts.
 
-Letters: T tokens, H hidden, n neurons, E experts, k experts of a token.
+Letters: T tokens, H hidden, n neurons, E experts, k experts of a token, J parts of a shared expert.
 """
 
 from __future__ import annotations
@@ -79,12 +79,14 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return (gate * sigmoid(gate) * up).to(gate_up.dtype)
 
 
-def _route_shape(x: Tensor, router: Tensor, active: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens = x.shape[0]
+def _route_shape(
+    x: Tensor, router: Tensor, active: int, shared: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, pairs = x.shape[0], active + shared
     return (
-        x.new_empty(tokens, active, dtype=torch.float32),
-        x.new_empty(tokens * active, dtype=torch.int32),
-        x.new_empty(len(router), dtype=torch.int32),
+        x.new_empty(tokens, pairs, dtype=torch.float32),
+        x.new_empty(tokens * pairs, dtype=torch.int32),
+        x.new_empty(len(router) + shared, dtype=torch.int32),
         x.new_empty(tokens, dtype=torch.float32),
     )
 
@@ -103,6 +105,7 @@ def route(
     groups: int,
     active_groups: int,
     group_scores: int,
+    shared: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The experts of every token; :class:`attar.kernels.experts.Routing` has the words of the choice.
 
@@ -114,11 +117,12 @@ def route(
         shared_gate: float32 (H,), of the expert that all tokens share.
         active: k.
         scoring: softmax or sigmoid.
+        shared: J, the parts of the shared expert that follow the others: every token has them too.
 
     Returns:
-        Shares float32 (T, k); the order int32 (T k,) of pairs by expert; ends int32 (E,) of each expert's
-        pairs in it; the shared expert's share float32 (T,), ones without a gate. Of equal scores the first
-        is chosen.
+        Shares float32 (T, k + J); the order int32 (T (k + J),) of pairs by expert; ends int32 (E + J,) of
+        each expert's pairs in it; the shared expert's share float32 (T,), ones without a gate. Of equal
+        scores the first is chosen.
     """
     x, experts = x.float(), len(router)
     logits = rows_times(x, router)
@@ -134,14 +138,16 @@ def route(
     shares = scores.gather(1, chosen)
     if normalized:
         shares = shares / (shares.sum(1, keepdim=True) + 1e-20)
-    pairs = chosen.flatten()
-    order = pairs.argsort(stable=True).int()
-    counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
-    ends = counts.index_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int32)).cumsum(0).int()
     share = torch.ones(len(x), device=x.device)
     if shared_gate is not None:
         share = sigmoid((x * shared_gate).sum(1))
-    return shares * scaling, order, ends, share
+    parts = torch.arange(experts, experts + shared, device=x.device).expand(len(x), shared)
+    shares = torch.cat([shares * scaling, share[:, None].expand(len(x), shared)], dim=1)
+    pairs = torch.cat([chosen, parts], dim=1).flatten()
+    order = pairs.argsort(stable=True).int()
+    counts = torch.zeros(experts + shared, dtype=torch.int32, device=x.device)
+    ends = counts.index_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int32)).cumsum(0).int()
+    return shares, order, ends, share
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

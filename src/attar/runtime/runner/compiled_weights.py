@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.kernels.decode import LayerWeights, ModelWeights
+from attar.kernels.experts import MixtureWeights
 from attar.kernels.memory import Arena
 from attar.kernels.packed import Kind, Pays, pack
 from attar.runtime.runner import expert_weights
@@ -55,6 +56,10 @@ class WeightPacker(Protocol):
         """Of the experts of a layer."""
         ...
 
+    def mixture(self, weights: MixtureWeights) -> MixtureWeights:
+        """A layer's mixture as the runner has it."""
+        ...
+
 
 @dataclass(frozen=True)
 class PanelPacker:
@@ -75,6 +80,9 @@ class PanelPacker:
 
     def stack(self, experts: tuple[Any, ...]) -> Any:
         return experts
+
+    def mixture(self, weights: MixtureWeights) -> MixtureWeights:
+        return weights
 
 
 @dataclass
@@ -229,7 +237,7 @@ class _LayerTensors:
             qkv=self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
             out=self.product("self_attn.", ("o_proj",)),
             **mlp,
-            mixture=mixture,
+            mixture=None if mixture is None else self.packer.mixture(mixture),
             sinks=sinks,
             rotary=rotary,
             window=window,

@@ -9,7 +9,7 @@ Letters: N outputs, K inputs, G inputs of a scale, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.kernels.device import planes
+from attar.kernels.experts import MixtureWeights
 from attar.kernels.packed import BITS, Kind, quantize
 from attar.runtime.runner.codes import PackedCodes
 
@@ -109,6 +110,12 @@ class DevicePacker:
         """Of the experts of a layer."""
         return stacked(experts)
 
+    def mixture(self, weights: MixtureWeights) -> MixtureWeights:
+        """With the shared expert among the others, where it fits."""
+        from attar.runtime.runner.device.shared_expert import with_shared_expert
+
+        return with_shared_expert(weights)
+
 
 def device_codes(weight: PackedCodes, bias: Tensor | None, device: torch.device) -> DeviceWeight:
     """A weight of codes on a device.
@@ -140,6 +147,17 @@ def stacked(experts: Sequence[DeviceWeight]) -> DeviceWeight:
     return DeviceWeight(torch.stack([expert.data for expert in experts]), scales, zeros, bias, bits)
 
 
+def unstacked(weight: DeviceWeight) -> list[DeviceWeight]:
+    """Each of the experts (E, ...) of a weight: views."""
+    parts = {name: getattr(weight, name) for name in ("data", "scales", "zeros", "bias")}
+    tensors = {name: part for name, part in parts.items() if part is not None}
+
+    def of(expert: int) -> dict[str, Any]:
+        return {name: part[expert] for name, part in tensors.items()}
+
+    return [replace(weight, **of(expert)) for expert in range(len(weight.data))]
+
+
 def _stack(given: list[Tensor]) -> Tensor | None:
     if not given:
         return None
@@ -151,6 +169,8 @@ def _stack(given: list[Tensor]) -> Tensor | None:
 
 def _widened(weight: DeviceWeight, bits: int, explicit: bool) -> DeviceWeight:
     """The same values with codes of more bits, and with zero points if they are to be explicit."""
+    if weight.bits == bits and (weight.zeros is not None) >= explicit:
+        return weight
     codes, zeros = planes.cut(weight.data, weight.bits), weight.zeros
     assert weight.scales is not None, "codes have scales"
     if zeros is None and explicit:

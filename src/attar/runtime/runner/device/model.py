@@ -2,9 +2,9 @@
 
     add + norm, q k v, norms + rotary + write, attention, out, add + norm, gate and up, activation, down
 
-A mixture of experts has its choice and two grouped products in place of the MLP's, and a shared expert three
-operators more. The sum that ends a layer is part of the next one's first operator. The residual stream is
-float32; what products read is of one float type.
+A mixture of experts has its choice and two grouped products in place of the MLP's: ten, with a shared expert
+too (shared_expert.py). The sum that ends a layer is part of the next one's first operator. The residual
+stream is float32; what products read is of one float type.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ def _mlp(layer: Any, normed: Tensor, activation: str) -> LayerOutput:
 
 def _mixture(mixture: Any, normed: Tensor, activation: str) -> LayerOutput:
     routing = mixture.routing
+    shared = len(mixture.gate_up.data) - len(mixture.router)
     shares, order, ends, share = route(
         normed,
         mixture.router,
@@ -159,11 +160,12 @@ def _mixture(mixture: Any, normed: Tensor, activation: str) -> LayerOutput:
         routing.groups,
         routing.active_groups,
         routing.group_scores,
+        shared,
     )
-    inner = multiply_experts(mixture.gate_up, normed, order, ends, routing.active)
+    inner = multiply_experts(mixture.gate_up, normed, order, ends, routing.active + shared)
     outer = multiply_experts(mixture.down, gated(inner, activation), order, ends, 0)
-    routed = outer.view(len(normed), routing.active, -1)
+    routed = outer.view(len(normed), routing.active + shared, -1)
     if mixture.shared_gate_up is None:
         return LayerOutput(None, None, routed, shares)
-    shared = multiply(mixture.shared_down, gated(multiply(mixture.shared_gate_up, normed), activation))
-    return LayerOutput(shared, share if mixture.shared_gate is not None else None, routed, shares)
+    apart = multiply(mixture.shared_down, gated(multiply(mixture.shared_gate_up, normed), activation))
+    return LayerOutput(apart, share if mixture.shared_gate is not None else None, routed, shares)
