@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 POINTS = 20  # values of alpha
 SMALLEST = 1e-4  # of m and w, so that no channel's scale is 0
-SAMPLE = 512  # rows of a weight that candidates are measured on
+SAMPLE = 128  # rows of a weight that candidates are measured on
 CHUNK = 1 << 22  # weights whose ranges are tried at a time
 
 
@@ -116,16 +116,17 @@ def search_scale(
     w = share(_relative_size(pieces, grids)).clamp(min=SMALLEST) if weighted else None
     few = [thinned(piece, grid, sample) for piece, grid in zip(pieces, grids, strict=True)]
     ones = torch.ones_like(m)
-    best, least = (ones, 0.0, False), group_error(few, grids, H, ones)
+    best, least = (ones, 0.0, False), sum_of_errors(few, grids, H, ones)
     for step in range(points):
         alpha = step / points
         for divisor in (None, w) if weighted else (None,):
             s = scale_at(m, alpha, divisor)
-            error = group_error(few, grids, H, s)
+            error = sum_of_errors(few, grids, H, s)
             if error < least:
                 best, least = (s, alpha, divisor is not None), error
-    plain = group_error(pieces, grids, H, ones)
-    error = group_error(pieces, grids, H, best[0])
+    energy = max(sum(quadratic(piece, H) for piece in pieces), 1e-30)
+    plain = sum_of_errors(pieces, grids, H, ones) / energy
+    error = sum_of_errors(pieces, grids, H, best[0]) / energy
     return (
         ScaleSearchResult(*best, error, plain)
         if error < plain
@@ -140,12 +141,9 @@ def thinned(weight: Tensor, grid: Grid, sample: int) -> Tensor:
     return weight[torch.linspace(0, len(weight) - 1, sample, device=weight.device).long()]
 
 
-def group_error(weights: Sequence[Tensor], grids: Sequence[Grid], H: Tensor, s: Tensor) -> float:
-    """|| E X^T ||^2 / || W X^T ||^2, both summed over the weights, or over the given samples of their
-    rows."""
-    error = sum(quadratic(residual(p, g, s), H) for p, g in zip(weights, grids, strict=True))
-    energy = sum(quadratic(piece, H) for piece in weights)
-    return error / max(energy, 1e-30)
+def sum_of_errors(weights: Sequence[Tensor], grids: Sequence[Grid], H: Tensor, s: Tensor) -> float:
+    """|| E X^T ||^2 summed over the weights, or over the given samples of their rows."""
+    return sum(quadratic(residual(p, g, s), H) for p, g in zip(weights, grids, strict=True))
 
 
 def scale_at(m: Tensor, alpha: float, w: Tensor | None = None) -> Tensor:
