@@ -58,10 +58,11 @@ PEER_METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "NVFP4A16": ("rtn", "gptq"),
     },
     "gptqmodel": {"INT": ("rtn", "gptq,act_order=none", "gptq", "gptq,act_order=group", "gptaq")},
-    "auto-round": {"INT": ("rtn", "autoround"), "NVFP4A16": ("rtn", "autoround")},
+    "auto-round": {"INT": ("rtn", "autoround", "autoround-ext"), "NVFP4A16": ("rtn", "autoround")},
     "bitsandbytes": {"NF4": ("rtn", "double")},
 }
 PLAIN = "gptq,scales=absmax,refine=0"  # the paper's GPTQ with a static order of columns, as the peers have it
+LEARNED = ("autoround", "autoround-ext")  # by --iterations
 DATALESS = {"rtn", "double"}  # but for the static scales of FP8
 STATIC = ("FP8",)
 
@@ -119,7 +120,7 @@ def cells(args: argparse.Namespace, digest: str) -> Iterator[Cell]:
                     continue
                 job = with_method(Job(model="", tokens="", out="", method="", seed=seed, **fields), method)
                 job = replace(job, dtype="auto", data=args.data)
-                if method.name == "autoround":
+                if method.name in LEARNED:
                     job = replace(job, iterations=dict(method.changes).get("iterations", args.iterations))
                 key = {
                     "model": digest,
@@ -136,7 +137,7 @@ def cells(args: argparse.Namespace, digest: str) -> Iterator[Cell]:
                 if args.test:
                     key["test"], *others = args.test
                     key |= {"others": others} if others else {}
-                if method.name == "autoround":
+                if method.name in LEARNED:
                     key["iterations"] = job.iterations
                 yield Cell(key, job, method)
 
@@ -204,7 +205,7 @@ def run_cell(
         }
         for quality in (measure(out, *each) for each in references.values())
     ]
-    cost = {name: answer[name] for name in ("seconds", "wall", "peak_rss_mb", "versions")}
+    cost = {name: answer[name] for name in ("seconds", "cpu", "wall", "peak_rss_mb", "versions")}
     return {**found, "others": dict(zip(list(references)[1:], others, strict=True)), **cost}
 
 
@@ -249,7 +250,7 @@ def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, An
         cache[cell.text] = result
         if args.cache:
             append_row(args.cache, {"key": cell.key, "found": result})
-        line = result.get("failed") or f"KL {result['kl']:.3e}, {result['seconds']:.1f} s"
+        line = result.get("failed") or f"KL {result['kl']:.3e}, {result['cpu']:.0f} CPU s"
         print(f"[{number}/{len(wanted)}] {label}: {line}", file=sys.stderr, flush=True)
     return report(checkpoint.name, args, wanted, cache)
 
@@ -293,7 +294,7 @@ def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str
     texts = list(rows[ended[0]][0].get("others", {})) if ended else []
     titles = "".join(f" KL, {Path(text).name} |" for text in texts)
     lines = [
-        f"| {scheme} | method | KL, nats/token | KL p99 | top-1 | perplexity | KL / best peer's | call, s |"
+        f"| {scheme} | method | KL, nats/token | KL p99 | top-1 | perplexity | KL / best peer's | CPU, s |"
         + titles,
         "|---|---|---|---|---|---|---|---|" + "---|" * len(texts),
     ]
@@ -304,7 +305,7 @@ def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str
         lines.append(
             f"| {row[0]} | {row[1]} | {kl} | {mean(row, 'kl_p99'):.2e} "
             f"| {mean(row, 'top1'):.4f} | {mean(row, 'perplexity'):.3f} | {ratio} "
-            f"| {mean(row, 'seconds'):.1f} |{others}"
+            f"| {statistics.fmean(cell.get('cpu', math.nan) for cell in rows[row]):.0f} |{others}"
         )
     lines += [f"| {tool} | {name} | failed: {failed[tool, name]} | | | | | |" for tool, name in failed]
     return "\n".join(lines)

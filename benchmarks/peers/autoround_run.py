@@ -1,7 +1,7 @@
 """Quantize with auto-round, inside its environment. See job.py for what comes in and what goes out.
 
-Methods: autoround (signed gradient descent on rounding and clip, ``iterations`` a block), rtn (its own,
-with the scale search that it does by default).
+Methods: autoround (signed gradient descent on rounding and clip, ``iterations`` a block), autoround-ext (with
+its ``enable_alg_ext``), rtn (its own, with the scale search that it does by default).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 
 import job as jobs
 
-METHODS = ("autoround", "rtn")
+METHODS = ("autoround", "autoround-ext", "rtn")
 TYPES = {"INT": "int", "NVFP4A16": "nv_fp"}  # scheme: its name of the number format
 
 
@@ -51,6 +51,7 @@ def main() -> None:
                 seqlen=rows.shape[1],
                 batch_size=job.batch_size,
                 iters=0 if job.method == "rtn" else job.iterations,
+                enable_alg_ext=job.method == "autoround-ext",
                 seed=job.seed,
                 device_map="cpu",
                 low_cpu_mem_usage=False,
