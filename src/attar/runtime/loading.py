@@ -37,8 +37,8 @@ from attar.runtime.kv.memory import block_bytes
 from attar.runtime.runner.choice import RunnerSettings, why_not_compiled, why_not_device
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, model_weights
-from attar.runtime.runner.device.layout import DevicePacker
 from attar.runtime.runner.device.memory import planned_tokens
+from attar.runtime.runner.device.packer import DevicePacker
 from attar.runtime.runner.device.runner import Device, device_dtype, pool_token_bytes
 from attar.runtime.runner.kept_shapes import kept_shapes, may_carry_states, states_in_memory
 from attar.runtime.runner.sparse_choice import sparse_pays

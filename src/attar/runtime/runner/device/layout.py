@@ -17,8 +17,7 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.kernels.device import planes
-from attar.kernels.experts import MixtureWeights
-from attar.kernels.packed import BITS, Kind, quantize
+from attar.kernels.packed import BITS
 from attar.runtime.runner.codes import PackedCodes
 
 DENSE = 16  # "bits" of a weight without codes
@@ -79,44 +78,6 @@ class DeviceWeight:
         return planes.dense(self.data, self.scales, self.zeros, self.bits)
 
 
-@dataclass(frozen=True)
-class DevicePacker:
-    """Makes weights of a device; see :class:`attar.runtime.runner.compiled_weights.WeightPacker`.
-
-    Args:
-        dtype: of dense weights.
-        kind: int8 or int4: dense weights are rounded to nearest, a scale for ``group`` inputs; None: they
-            stay dense.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    kind: Kind | None = None
-    group: int = 32
-
-    def codes(self, weight: PackedCodes, bias: Tensor | None, *, sparse: bool) -> DeviceWeight:
-        """Of codes; zeros of 2:4 weights are stored."""
-        return device_codes(weight, bias, self.device)
-
-    def dense(self, weight: Tensor, bias: Tensor | None, *, sparse: bool) -> DeviceWeight:
-        """Of a dense matrix."""
-        if self.kind is None:
-            moved = weight.to(self.device, self.dtype).contiguous()
-            return DeviceWeight(moved, bias=_bias(bias, self.device))
-        codes, scales = quantize(weight, self.kind, self.group)
-        return device_codes(PackedCodes(codes, scales, None, self.kind), bias, self.device)
-
-    def stack(self, experts: tuple[Any, ...]) -> DeviceWeight:
-        """Of the experts of a layer."""
-        return stacked(experts)
-
-    def mixture(self, weights: MixtureWeights) -> MixtureWeights:
-        """With the shared expert among the others, where it fits."""
-        from attar.runtime.runner.device.shared_expert import with_shared_expert
-
-        return with_shared_expert(weights)
-
-
 def device_codes(weight: PackedCodes, bias: Tensor | None, device: torch.device) -> DeviceWeight:
     """A weight of codes on a device.
 
@@ -131,7 +92,7 @@ def device_codes(weight: PackedCodes, bias: Tensor | None, device: torch.device)
     zeros = None
     if weight.zeros is not None:
         zeros = _narrowest(weight.zeros, torch.uint8, torch.float16).T.contiguous().to(device)
-    return DeviceWeight(words, scales.to(device), zeros, _bias(bias, device), bits)
+    return DeviceWeight(words, scales.to(device), zeros, placed_bias(bias, device), bits)
 
 
 def stacked(experts: Sequence[DeviceWeight]) -> DeviceWeight:
@@ -200,5 +161,6 @@ def _narrowest(numbers: Tensor, *types: torch.dtype) -> Tensor:
     return numbers
 
 
-def _bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
+def placed_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
+    """A bias (N,) as a weight has it: float32."""
     return None if bias is None else bias.to(device, torch.float32).contiguous()

@@ -22,9 +22,10 @@ from attar.runtime.kv.store import PoolGeometry, make_store
 from attar.runtime.kv.store.planes import PlaneStore
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.device import graphs
-from attar.runtime.runner.device.layout import DevicePacker, DeviceWeight
+from attar.runtime.runner.device.layout import DeviceWeight
 from attar.runtime.runner.device.linears import multiply, product_kernel
 from attar.runtime.runner.device.model import on_device, run_model
+from attar.runtime.runner.device.packer import DevicePacker
 from attar.runtime.runner.device.step import StepShape, shape_of, stage, views
 from attar.runtime.step import StepInput, TokenSpan
 
