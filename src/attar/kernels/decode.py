@@ -2,7 +2,7 @@
 
 A layer is  x += post(out(attention(norm(x)))),  x += post(down(act(gate(norm(x))) up(norm(x))))  with
 RMS norms, grouped-query attention and rotary positions; the norms `post` are Gemma's, absent elsewhere. In
-place of the MLP a layer may have a mixture of experts (experts.py).
+place of the MLP a layer may have a mixture of experts (experts.py), and all layers latents (latents.py).
 csrc/decode/step.h computes it. Configs and tensor names belong to runner/compiled.py.
 """
 
@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 
 from attar.errors import ModelError, UsageError
 from attar.kernels import structures
-from attar.kernels.experts import Mixtures, MixtureWeights, check_mixture, mixture_struct
+from attar.kernels.experts import MixtureWeights, check_mixture, mixture_struct
+from attar.kernels.latents import LatentShape, LatentWeights, check_latents, latent_struct
 from attar.kernels.memory import huge_pages
 from attar.kernels.packed import PackedWeight
 from attar.kernels.product import default_threads
@@ -36,10 +37,11 @@ KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4, "int4": 5}  # of 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """A layer. Norms are float32 (hidden,) or, of queries and keys, (head_dim,), over all heads together with
-    ``wide_norms``; Gemma's + 1 is included.
+    ``wide_norms``, and of latents their rank; Gemma's + 1 is included.
 
     Attributes:
-        qkv: rows of queries, keys and values, head by head.
+        qkv: rows of queries, keys and values, head by head; with latents: of queries or of their latents, of
+            keys' latents, of the rotated key.
         out: attention's output projection.
         gate_up: rows of the gate, then rows of up; None with a mixture.
         down: the MLP's output projection; None with a mixture.
@@ -47,6 +49,7 @@ class LayerWeights:
         rotary: float32 (context, rotated dimensions), cosines of one half, then sines; None: no positions.
         window: keys that a token sees, its own included; 0: all.
         sinks: float32 (heads,), a score of each head that has no value (gpt-oss).
+        latents: of attention with latents (MLA); the model has their shape.
     """
 
     before_attention: Tensor
@@ -63,19 +66,21 @@ class LayerWeights:
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     sinks: Tensor | None = None
+    latents: LatentWeights | None = None
 
     @property
     def products(self) -> list[PackedWeight]:
         """The layer's packed weights, the experts' included."""
         weights = [getattr(self, name) for name in structures.PRODUCTS]
-        return [*filter(None, weights), *(self.mixture.products if self.mixture else ())]
+        experts = self.mixture.products if self.mixture else ()
+        return [*filter(None, weights), *experts, *(self.latents.products if self.latents else ())]
 
     @property
     def read_bytes(self) -> int:
         """Bytes of packed weights that a step of one token reads."""
         weights = (self.qkv, self.out, self.gate_up, self.down)
-        experts = self.mixture.read_bytes if self.mixture else 0
-        return sum(packed.nbytes for packed in weights if packed is not None) + experts
+        parts = [part.read_bytes for part in (self.mixture, self.latents) if part is not None]
+        return sum(packed.nbytes for packed in weights if packed is not None) + sum(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,7 @@ class ModelWeights:
         activation: of the gate, a key of ACTIVATIONS.
         mask: float32 (hidden,), what a token of id -1 begins as; None: there are none.
         wide_norms: queries and keys are normed over all heads together (OLMoE).
+        latent: of attention with latents, in every layer; there is one key head.
     """
 
     embedding: Tensor
@@ -113,6 +119,7 @@ class ModelWeights:
     activation: str = "silu"
     mask: Tensor | None = None
     wide_norms: bool = False
+    latent: LatentShape | None = None
 
     @property
     def hidden(self) -> int:
@@ -188,8 +195,8 @@ class Program:
         nbytes = pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype)
         assert pool is None or len(pool) >= nbytes, "a pool of another shape"
         self.pool = huge_pages(nbytes) if pool is None else pool
-        self._mixtures = [mixture_struct(layer.mixture) for layer in weights.layers]
-        layers = map(_layer, weights.layers, self._mixtures)
+        self._parts = [_parts(layer) for layer in weights.layers]
+        layers = map(_layer, weights.layers, self._parts)
         self._layers = (structures.LayerStruct * len(weights.layers))(*layers)
         self._model = self._structure(bits, kv_dtype)
         if rotation is not None:
@@ -315,28 +322,41 @@ class Program:
         )
         for name in (*structures.SIZES, *structures.FLOATS):
             setattr(model, name, getattr(w, name))
+        if w.latent is not None:
+            for name in structures.LATENT_SIZES:
+                setattr(model, name, getattr(w.latent, name))
+            model.latent_eps, model.interleaved = w.latent.eps, w.latent.interleaved
         return model
 
 
 def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, kv_dtype: str = "bfloat16") -> int:
     """Bytes of a pool: head_dim rounded up to a multiple of 16, of int4 32, and 4 bytes for the scale of int8
-    or the scale and minimum of each token and head."""
+    or the scale and minimum of each token and head. Latents are one row for each token."""
     four = kv_dtype == "int4"
     unit = 2 * TILE if four else TILE
-    numbers = -(-weights.head_dim // unit) * unit
-    per_token = numbers * KV_BITS[kv_dtype] // 8 + (4 if four or kv_dtype == "int8" else 0)
-    return len(weights.layers) * 2 * blocks * block_size * weights.kv_heads * per_token
+    latent = weights.latent
+    size, rows = weights.head_dim, 2 * weights.kv_heads
+    if latent is not None:
+        size, rows = latent.rank + weights.rotary, 1
+    per_token = -(-size // unit) * unit * KV_BITS[kv_dtype] // 8 + (4 if four or kv_dtype == "int8" else 0)
+    return len(weights.layers) * blocks * block_size * rows * per_token
 
 
-def _layer(weights: LayerWeights, mixture: Mixtures) -> structures.LayerStruct:
+def _parts(weights: LayerWeights) -> dict[str, tuple[Any, ...]]:
+    """What a layer's structure has by address, with what must outlive it."""
+    parts = {"mixture": mixture_struct(weights.mixture), "latents": latent_struct(weights.latents)}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _layer(weights: LayerWeights, parts: dict[str, tuple[Any, ...]]) -> structures.LayerStruct:
     layer = structures.LayerStruct(window=weights.window)
     for name in (*structures.NORMS, "rotary"):
         setattr(layer, name, structures.address(getattr(weights, name)))
     for name in structures.PRODUCTS:
         if getattr(weights, name) is not None:
             setattr(layer, name, structures.linear_struct(getattr(weights, name)))
-    if mixture is not None:
-        layer.mixture = ctypes.addressof(mixture[0])
+    for name, part in parts.items():
+        setattr(layer, name, ctypes.addressof(part[0]))
     return layer
 
 
@@ -352,6 +372,10 @@ def _check(weights: ModelWeights, block_size: int) -> None:
     if weights.head_dim % 2 or weights.heads % weights.kv_heads:
         raise ModelError(f"{weights.heads} / {weights.kv_heads} heads of {weights.head_dim} dimensions")
     hidden, turned = weights.hidden, weights.rotary
+    if weights.latent is not None and turned + weights.latent.nope != weights.head_dim:
+        raise ModelError(
+            f"heads of {weights.head_dim} dimensions, {turned} and {weights.latent.nope} of latents"
+        )
     if turned % 2 or turned > weights.head_dim or weights.head.columns != hidden:
         raise ModelError(f"{turned} rotated dimensions, and a head of {weights.head.columns} inputs")
     _check_tensor("embedding", weights.embedding, (len(weights.embedding), hidden), weights.embedding.dtype)
@@ -368,13 +392,22 @@ def _layer_shapes(weights: ModelWeights, layer: LayerWeights) -> dict[str, tuple
     """Shapes of a layer's tensors, whether it has them or not."""
     wide, dim = weights.wide_norms, weights.head_dim
     context = 0 if layer.rotary is None else len(layer.rotary)
+    queries, keys = weights.heads * dim if wide else dim, weights.kv_heads * dim if wide else dim
+    if weights.latent is not None:
+        queries, keys = _query_rank(weights, layer), weights.latent.rank
     names = ("before_attention", "after_attention", "before_mlp", "after_mlp")
     return dict.fromkeys(names, (weights.hidden,)) | {
-        "query_norm": (weights.heads * dim if wide else dim,),
-        "key_norm": (weights.kv_heads * dim if wide else dim,),
+        "query_norm": (queries,),
+        "key_norm": (keys,),
         "sinks": (weights.heads,),
         "rotary": (context, weights.rotary),
     }
+
+
+def _query_rank(weights: ModelWeights, layer: LayerWeights) -> int:
+    """Rows of the first product that are queries or their latents."""
+    assert weights.latent is not None, "a model without latents"
+    return layer.qkv.rows - weights.latent.rank - weights.rotary
 
 
 def _check_tensor(
@@ -394,6 +427,15 @@ def _check_products(weights: ModelWeights, layer: LayerWeights) -> None:
         "qkv": (heads + 2 * weights.kv_heads * weights.head_dim, hidden),
         "out": (hidden, heads),
     }
+    assert (layer.latents is None) == (weights.latent is None), "some layers have latents, some have none"
+    if weights.latent is not None and layer.latents is not None:
+        if layer.window or layer.sinks is not None or weights.soft_cap:
+            raise ModelError("latents with a window, sinks or a soft cap")
+        rank = _query_rank(weights, layer)
+        check_latents(
+            layer.latents, weights.latent, heads=weights.heads, head_dim=weights.head_dim, query_rank=rank
+        )
+        expected = {"qkv": (layer.qkv.rows, hidden), "out": (hidden, weights.heads * weights.latent.wide)}
     if layer.mixture is None:
         assert layer.gate_up is not None and layer.down is not None, "a layer without an MLP"
         wide = layer.down.columns

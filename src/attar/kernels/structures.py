@@ -54,6 +54,12 @@ class MixtureStruct(ctypes.Structure):
     ]
 
 
+class LatentStruct(ctypes.Structure):
+    """csrc/decode/model.h."""
+
+    _fields_ = [("query", LinearStruct), *((name, POINTER) for name in ("absorb", "up_keys", "up_values"))]
+
+
 class LayerStruct(ctypes.Structure):
     """csrc/decode/model.h."""
 
@@ -61,10 +67,11 @@ class LayerStruct(ctypes.Structure):
         *((name, POINTER) for name in (*NORMS, "rotary")),
         ("window", LONG),
         *((name, LinearStruct) for name in PRODUCTS),
-        ("mixture", POINTER),
+        *((name, POINTER) for name in ("mixture", "latents")),
     ]
 
 
+LATENT_SIZES = ("rank", "nope", "wide")
 SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary", "vocabulary")
 FLOATS = ("eps", "scale", "soft_cap", "final_soft_cap", "embedding_scale")
 
@@ -73,9 +80,11 @@ class ModelStruct(ctypes.Structure):
     """csrc/decode/model.h."""
 
     _fields_ = [
-        *((name, LONG) for name in ("layers", *SIZES, "block_size", "blocks", "embeddings", "context")),
-        *((name, FLOAT) for name in FLOATS),
-        *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind", "wide_norms")),
+        *((name, LONG) for name in ("layers", *SIZES, *LATENT_SIZES)),
+        *((name, LONG) for name in ("block_size", "blocks", "embeddings", "context")),
+        *((name, FLOAT) for name in (*FLOATS, "latent_eps")),
+        *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
+        *((name, INT) for name in ("wide_norms", "interleaved")),
         *((name, POINTER) for name in ("embedding", "mask", "norm")),
         ("head", LinearStruct),
         *((name, POINTER) for name in ("layer", "pool", "hidden_layer", "hidden_pool")),

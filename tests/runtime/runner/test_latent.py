@@ -107,7 +107,7 @@ def test_a_projection_of_codes_is_decoded_once(tmp_path):
     checkpoint = pack(folder, tmp_path / "packed", scheme="W4A16")[1]
     model = dense(checkpoint)
     ids = tiny_models.tokens(model, batch=1, length=24)
-    runner = load(checkpoint, activations=16, kv_dtype="float32", kv_tokens=64).runner
+    runner = load(checkpoint, runner="modules", activations=16, kv_dtype="float32", kv_tokens=64).runner
     attention = runner.model.model.layers[0].self_attn
     assert isinstance(attention.kv_b_proj, PackedLinear) and runner.pool.geometry.latent == 32
     torch.testing.assert_close(

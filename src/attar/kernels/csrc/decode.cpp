@@ -1,6 +1,7 @@
 // Products with packed weights and whole steps of a Llama-shaped model, for attar/kernels: see decode/*.h.
 
 #include "decode/draft_block.h"
+#include "decode/latents.h"
 #include "decode/matmul.h"
 #include "decode/mixture.h"
 #include "decode/step.h"

@@ -66,7 +66,6 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(feature, "hidden_states"): _STATES for feature in EVICTIONS},
     **{(feature, "compiled"): _COMPILED for feature in ("fp8", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
-    ("latents", "compiled"): "the compiled step has no latent attention (MLA); modules run such models",
     ("states", "tree"): _CHAIN,
     ("states", "compiled"): "the compiled step has no layers with states; modules run such models",
     ("modules", "compiled"): "one runner owns the pool",

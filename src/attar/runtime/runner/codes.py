@@ -46,6 +46,19 @@ class PackedCodes:
         """G."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
+    def rows(self, first: int, last: int) -> PackedCodes:
+        """Rows [first, last)."""
+        zeros = None if self.zeros is None else self.zeros[first:last]
+        return replace(self, codes=self.codes[first:last], scales=self.scales[first:last], zeros=zeros)
+
+    def dense(self) -> Tensor:
+        """W, float32 (N, K), columns in the order ``order``."""
+        points = (
+            torch.tensor(float(1 << (BITS[self.kind] - 1))) if self.zeros is None else self.zeros[..., None]
+        )
+        parts = self.codes.float().unflatten(1, (-1, self.group))
+        return ((parts - points) * self.scales[..., None]).flatten(1)
+
     def pack(
         self, bias: Tensor | None = None, arena: Arena | None = None, pays: Pays | None = None
     ) -> PackedWeight:

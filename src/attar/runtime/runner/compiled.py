@@ -68,6 +68,8 @@ class Compiled:
             raise UsageError(
                 f"kv_dtype {kv_dtype!r}", hint=f"the compiled runner keeps {', '.join(KV_DTYPES)}"
             )
+        if kv_dtype == "int4" and weights.latent is not None:
+            raise UsageError("kv_dtype 'int4'", hint="the compiled runner keeps no latents (MLA) in it")
         windows = [layer.window for layer in weights.layers]
         self._windowed, self.window = any(windows), max(windows) if all(windows) else None
         settings: dict[str, Any] = {"threads": threads, "bits": bits, "kv_dtype": kv_dtype}

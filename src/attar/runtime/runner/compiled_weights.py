@@ -4,7 +4,7 @@ The codes of a quantized checkpoint are kept (codes.py). Where the parts of a fu
 no kernel joins, and where a weight is no grid of integers (FP8, NF4), it is kept in bfloat16. So are
 embeddings, unless the model is float32.
 
-Mixtures of experts are read by expert_weights.py.
+Mixtures of experts are read by expert_weights.py, latent attention by latent_weights.py.
 
 Every tensor of the checkpoint must be used: a layer with a part that the compiled step does not support
 (another norm, a layer of another kind) is refused by the name of the unused tensor, and runs through
@@ -25,18 +25,19 @@ from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.experts import MixtureWeights
 from attar.kernels.memory import Arena
 from attar.kernels.packed import Kind, Pays, pack
-from attar.runtime.runner import expert_weights
+from attar.runtime.runner import expert_weights, latent_weights
 from attar.runtime.runner.codes import PackedCodes, fused
 from attar.runtime.runner.step_config import layer_kind, rope, rotary_tables
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
-FAMILIES = (*DENSE, *expert_weights.FAMILIES)
+FAMILIES = tuple(dict.fromkeys((*DENSE, *expert_weights.FAMILIES, *latent_weights.FAMILIES)))
 GEMMA = ("gemma", "gemma2", "gemma3_text")  # norms are of 1 + w, embeddings are scaled
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 ACTIVATIONS |= {"swiglu 7.0 1.702": "clamped_swiglu"}
 CAPPED_SCORES, CAPPED_LOGITS = ("gemma2",), ("gemma2", "gemma3_text")
 """Families that transformers computes with soft caps; others may have the keys in their config."""
 SINKS = "self_attn.sinks"
+HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOVING = ("dynamic", "longrope")  # rotary tables that change with the sequence's length
 
@@ -50,6 +51,10 @@ class WeightPacker(Protocol):
 
     def dense(self, weight: Tensor, bias: Tensor | None, *, sparse: bool) -> Any:
         """Of a dense matrix (N, K)."""
+        ...
+
+    def unrounded(self, weight: Tensor) -> Any:
+        """Of a dense matrix (N, K) that is not rounded, whatever others are."""
         ...
 
     def stack(self, experts: tuple[Any, ...]) -> Any:
@@ -77,6 +82,9 @@ class PanelPacker:
     def dense(self, weight: Tensor, bias: Tensor | None, *, sparse: bool) -> Any:
         pays = self.pays if sparse else None
         return pack(weight, self.kind, group=self.group, bias=bias, arena=self.arena, pays=pays)
+
+    def unrounded(self, weight: Tensor) -> Any:
+        return pack(weight, "bf16", arena=self.arena)
 
     def stack(self, experts: tuple[Any, ...]) -> Any:
         return experts
@@ -178,6 +186,7 @@ def model_weights(
     of_layers = packer or PanelPacker(weights, group, arena, pays)
     of_head = packer or PanelPacker(head or weights, group, arena, pays)
     tables = rotary_tables(config, context or config.max_position_embeddings)
+    latent = latent_weights.latent_shape(config)
     layers = []
     for index in range(config.num_hidden_layers):
         tensors = _LayerTensors(config, source, f"model.layers.{index}.", of_layers)
@@ -190,15 +199,16 @@ def model_weights(
         head=_head(source, table, of_head),
         layers=tuple(layers),
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=1 if latent else config.num_key_value_heads,
         head_dim=_head_dim(config),
         eps=config.rms_norm_eps,
-        scale=(_of(config, CAPPED_LOGITS, "query_pre_attn_scalar") or _head_dim(config)) ** -0.5,
+        scale=_scale(config),
         soft_cap=_of(config, CAPPED_SCORES, "attn_logit_softcapping"),
         final_soft_cap=_of(config, CAPPED_LOGITS, "final_logit_softcapping"),
         embedding_scale=config.hidden_size**0.5 if config.model_type in GEMMA else 1.0,
         activation=ACTIVATIONS[_activation(config)],
         wide_norms=config.model_type in expert_weights.WIDE_NORMS,
+        latent=latent,
     )
     if source.unused():
         raise ModelError(f"the compiled runner has no place for {', '.join(source.unused()[:3])}")
@@ -223,6 +233,13 @@ class _LayerTensors:
         gemma = self._optional("pre_feedforward_layernorm") is not None
         mixture = expert_weights.mixture_weights(self.config, self)
         sinks = self.tensor(SINKS).float().contiguous() if self.config.model_type == "gpt_oss" else None
+        shape = latent_weights.latent_shape(self.config)
+        if shape is None:
+            latents, norms = None, {name: f"self_attn.{leaf}" for name, leaf in HEAD_NORMS.items()}
+            qkv = self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        else:
+            latents, norms = latent_weights.latent_weights(self.config, shape, self), latent_weights.NORMS
+            qkv = latent_weights.first_product(self)
         mlp = {}
         if mixture is None:
             mlp["gate_up"] = self.product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
@@ -232,9 +249,9 @@ class _LayerTensors:
             before_mlp=self._norm("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"),
             after_attention=self._norm("post_attention_layernorm") if gemma else None,
             after_mlp=self._norm("post_feedforward_layernorm") if gemma else None,
-            query_norm=self._maybe_norm("self_attn.q_norm"),
-            key_norm=self._maybe_norm("self_attn.k_norm"),
-            qkv=self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+            **{name: self._maybe_norm(path) for name, path in norms.items()},
+            qkv=qkv,
+            latents=latents,
             out=self.product("self_attn.", ("o_proj",)),
             **mlp,
             mixture=None if mixture is None else self.packer.mixture(mixture),
@@ -250,6 +267,15 @@ class _LayerTensors:
     def tensor(self, name: str) -> Tensor:
         """A tensor of this layer, dense."""
         return self.source.required(f"{self.prefix}{name}")
+
+    def codes(self, name: str) -> PackedCodes | None:
+        """A tensor of this layer as codes; None where it is dense."""
+        codes = self.source.codes([f"{self.prefix}{name}"])
+        return codes[0] if codes else None
+
+    def unrounded(self, weight: Tensor) -> Any:
+        """A dense matrix that is not rounded, whatever others are."""
+        return self.packer.unrounded(weight)
 
     def expert_codes(self, name: str) -> list[PackedCodes] | None:
         """Each expert of a stack of this layer as codes; None where it is dense."""
@@ -333,7 +359,16 @@ def _activation(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
+def _scale(config: Any) -> float:
+    """What multiplies queries."""
+    if config.model_type in latent_weights.FAMILIES:
+        return latent_weights.latent_scale(config)
+    return float((_of(config, CAPPED_LOGITS, "query_pre_attn_scalar") or _head_dim(config)) ** -0.5)
+
+
 def _head_dim(config: Any) -> int:
+    if config.model_type in latent_weights.FAMILIES:
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

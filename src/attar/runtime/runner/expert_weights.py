@@ -18,8 +18,9 @@ from attar.errors import ModelError
 from attar.kernels.experts import MixtureWeights, Routing
 from attar.runtime.runner.codes import PackedCodes
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
-PREDICTING_AHEAD = ("glm4_moe",)  # a layer behind the last predicts further tokens
+SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", *SIGMOID)
+PREDICTING_AHEAD = SIGMOID  # a layer behind the last predicts further tokens
 WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
 ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"))
 ExpertProducts = tuple[Any, Any]
@@ -47,12 +48,20 @@ class LayerTensors(Protocol):
         """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
         ...
 
+    def codes(self, name: str) -> PackedCodes | None:
+        """A tensor as codes; None where it is dense."""
+        ...
+
     def expert_codes(self, name: str) -> list[PackedCodes] | None:
         """Each expert of a stack as codes (N, K); None where it is dense."""
         ...
 
     def packed(self, weight: Tensor | PackedCodes, bias: Tensor | None = None) -> Any:
         """Codes as they are; a dense matrix in the kind that was asked for."""
+        ...
+
+    def unrounded(self, weight: Tensor) -> Any:
+        """A dense matrix that is not rounded, whatever others are."""
         ...
 
     def stack(self, experts: tuple[Any, ...]) -> Any:
@@ -143,7 +152,11 @@ def routing(config: Any) -> Routing:
         return Routing(active=active)
     if kind in ("qwen2_moe", "qwen3_moe", "olmoe"):
         return Routing(active=active, normalized=bool(config.norm_topk_prob))
-    if kind == "glm4_moe":
+    if kind == "deepseek_v2":
+        grouped = config.topk_method == "group_limited_greedy"
+        groups = {"groups": config.n_group, "active_groups": config.topk_group} if grouped else {}
+        return Routing(active=active, normalized=False, scaling=config.routed_scaling_factor, **groups)
+    if kind in SIGMOID:
         return Routing(
             active=active,
             scoring="sigmoid",

@@ -67,7 +67,11 @@ def rotary_tables(config: Any, context: int) -> dict[str, Tensor]:
     several = "full_attention" not in rope(config) or len(rope(config)) > 1
     for kind in kinds:
         given = (kind,) if several else ()
-        cosines, sines = module(torch.zeros(1), torch.arange(context)[None], *given)
+        turns = module(torch.zeros(1), torch.arange(context)[None], *given)
+        if isinstance(turns, Tensor):  # complex, each angle once (DeepSeek V2)
+            tables[kind] = torch.cat([turns[0].real, turns[0].imag], dim=1).contiguous()
+            continue
+        cosines, sines = turns
         half = cosines.shape[-1] // (1 if config.model_type in HALVES else 2)
         tables[kind] = torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=1).contiguous()
     return tables

@@ -129,7 +129,8 @@ static inline void copy_slots(const Model& model, const std::int64_t* pairs, std
         for (std::int64_t i = 0; i < count; i++)
             for (std::int64_t head = 0; head < model.kv_heads; head++) {
                 const std::int64_t from = pairs[2 * i], to = pairs[2 * i + 1];
-                if (model.four_bits()) copy_int4_slot(model, layer, head, from, to);
+                if (model.rank) std::memmove(model.latent(layer, to), model.latent(layer, from), model.latent_bytes());
+                else if (model.four_bits()) copy_int4_slot(model, layer, head, from, to);
                 else if (model.pool_kind == STORED_FP32) copy_slot<float>(model, layer, head, from, to);
                 else if (model.pool_kind == STORED_INT8) copy_slot<std::uint8_t>(model, layer, head, from, to);
                 else copy_slot<std::uint16_t>(model, layer, head, from, to);

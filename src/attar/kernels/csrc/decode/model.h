@@ -25,14 +25,21 @@ struct Mixture {
     bool has_shared() const { return shared_down.rows > 0; }
 };
 
+// Latent attention (MLA) of a layer; latents.h has the formulas. The lists have a matrix for each head.
+struct Latents {
+    Linear query;                                // (heads head_dim, query rank); of no rows: `qkv` makes the queries
+    const Linear *absorb, *up_keys, *up_values;  // U^T (rank, nope), U (nope, rank), V (wide, rank)
+};
+
 struct Layer {
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // weights of norms; after_*: or null
-    const float *query_norm, *key_norm;  // (head_dim,), or of all heads (wide_norms), or null
+    const float *query_norm, *key_norm;  // (head_dim,), or of all heads (wide_norms), or null; of latents (their rank,)
     const float* sinks;                  // (heads,) scores that no value has, or null
     const float* rotary;  // (context, rotary): cosines of half a head, then sines
     std::int64_t window;  // keys that a token sees, its own included; 0: all
     Linear qkv, out, gate_up, down;  // gate_up and down of no rows where there is a mixture
     const Mixture* mixture;          // or null
+    const Latents* latents;          // in every layer, or null
 };
 
 // Number format of the KV cache, and of the embedding.
@@ -41,12 +48,14 @@ enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 struct Model {
     std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, vocabulary;
+    std::int64_t rank, nope, wide;  // of latents: their numbers; of a head's key without positions; of its value. Or 0
     std::int64_t block_size, blocks;
     std::int64_t embeddings, context;  // rows of the embedding, and of every layer's table `rotary`
-    float eps, scale, soft_cap, final_soft_cap, embedding_scale;
+    float eps, scale, soft_cap, final_soft_cap, embedding_scale, latent_eps;
     std::int32_t activation, bits;  // bits of activations, 8 or 16
     std::int32_t pool_kind, embedding_kind;  // of enum Storage
     std::int32_t wide_norms;                 // queries and keys are normed over all heads together
+    std::int32_t interleaved;                // of latents: positions turn neighbours, not halves
     const void* embedding;                   // (embeddings, hidden)
     const float* mask;                       // (hidden,) what a token of id -1 begins as, or null
     const float* norm;
@@ -75,11 +84,24 @@ struct Model {
     std::int64_t half_bytes() const { return block_size * (row_bytes() + (pool_kind == STORED_INT8 || four_bits() ? 4 : 0)); }
     float* scales(const std::uint8_t* half) const { return (float*)(half + block_size * row_bytes()); }
     std::uint16_t* half_scales(const std::uint8_t* half) const { return (std::uint16_t*)scales(half); }
+    std::int64_t block_bytes() const { return rank ? block_size * latent_bytes() : kv_heads * 2 * half_bytes(); }
+    std::uint8_t* at_block(std::int64_t layer, std::int64_t block) const {
+        return pool + (layer * blocks + block) * block_bytes();
+    }
     std::uint8_t* keys(std::int64_t layer, std::int64_t block, std::int64_t head) const {
-        return pool + ((layer * blocks + block) * kv_heads + head) * 2 * half_bytes();
+        return at_block(layer, block) + head * 2 * half_bytes();
     }
     std::uint8_t* values(std::int64_t layer, std::int64_t block, std::int64_t head) const {
         return keys(layer, block, head) + half_bytes();
+    }
+    // Of latents a block is one row for each token: c (rank), r (rotary), zeros up to whole vectors, the scale of int8.
+    std::int64_t latent_numbers() const { return (rank + rotary + WIDTH - 1) / WIDTH * WIDTH; }
+    std::int64_t latent_bytes() const {
+        return latent_numbers() * (pool_kind == STORED_FP32 ? 4 : pool_kind == STORED_INT8 ? 1 : 2) +
+               (pool_kind == STORED_INT8 ? 4 : 0);
+    }
+    std::uint8_t* latent(std::int64_t layer, std::int64_t slot) const {
+        return at_block(layer, slot / block_size) + slot % block_size * latent_bytes();
     }
     std::int64_t shift_at(std::int64_t layer, std::int64_t head) const { return (layer * kv_heads + head) * padded(); }
     std::int64_t hidden_width() const { return hidden_states * hidden; }

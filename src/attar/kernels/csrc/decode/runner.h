@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "latent_rows.h"
 #include "model.h"
 #include "routing.h"
 #include "thread_pool.h"
@@ -37,11 +38,15 @@ private:
         splits_ = splits();
         grow(x_, tokens * m.hidden);
         grow(normed_, tokens * m.hidden);
-        grow(qkv_, tokens * (m.heads + 2 * m.kv_heads) * m.head_dim);
-        grow(acc_, tokens * m.heads * splits_ * m.padded());
-        if (std::int64_t(states_.size()) < tokens * m.heads * splits_) states_.resize(tokens * m.heads * splits_);
+        if (m.rank) {
+            latents_.reserve(m, *batch_, pool_->size());
+        } else {
+            grow(acc_, tokens * m.heads * splits_ * m.padded());
+            if (std::int64_t(states_.size()) < tokens * m.heads * splits_) states_.resize(tokens * m.heads * splits_);
+        }
         for (std::int64_t i = 0; i < m.layers; i++) {
             const Layer& layer = m.layer[i];
+            grow(qkv_, tokens * layer.qkv.rows);
             qkv_input_.reserve(layer.qkv, tokens, m.bits);
             out_input_.reserve(layer.out, tokens, m.bits);
             if (layer.mixture) {
@@ -76,6 +81,7 @@ private:
     std::vector<SoftmaxState> states_;                     // of the same rows
     ActivationBuffer qkv_input_, out_input_, gate_up_input_, down_input_, head_input_;
     MixtureBuffers mixture_;
+    LatentBuffers latents_;
     ActivationBuffer context_input_, markov_input_;  // of draft_block.h
 };
 

@@ -1,7 +1,7 @@
 // One step of a model: a forward pass over the tokens of several sequences.
 //
 // Phases of a layer: norm, q k v, rope and KV store, attention, merge of KV splits, out, norm, gate and up,
-// activation, down; mixtures of experts are in mixture.h. The input of a product is prepared once (quantized, where
+// activation, down; mixtures of experts are in mixture.h, latent attention is in latents.h. The input of a product is prepared once (quantized, where
 // weights are): the workers divide the tokens, or with few tokens the columns.
 
 #pragma once
@@ -22,7 +22,7 @@ constexpr std::int64_t GRAIN = 128;  // columns are divided at multiples of it, 
 // What one worker does in a step.
 class StepWorker {
 public:
-    static constexpr std::int64_t LAYER_PHASES = 20, MORE_PHASES = 6;  // at most
+    static constexpr std::int64_t LAYER_PHASES = 24, MORE_PHASES = 6;  // at most
 
     StepWorker(Runner& runner, ThreadPool::Worker& worker)
         : r(runner), model(runner.model_), batch(*runner.batch_), worker(worker),
@@ -32,7 +32,10 @@ public:
         copy_blocks();
         embed();
         for (layer_index = 0; layer_index < model.layers; layer_index++) {
-            attention();
+            if (model.rank)
+                latent_attention();
+            else
+                attention();
             if (layer().mixture)
                 mixture();
             else
@@ -65,12 +68,12 @@ protected:
 
     void copy_blocks() {
         if (!batch.copies) return;
-        const std::int64_t bytes = 2 * model.half_bytes() * model.kv_heads;
+        const std::int64_t bytes = model.block_bytes();
         worker.parallel_for(model.layers, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
             for (std::int64_t c = 0; c < batch.copies; c++) {
                 const std::int64_t from = batch.copy[2 * c], to = batch.copy[2 * c + 1], slots = model.block_size;
                 for (std::int64_t l = first; l < last; l++)
-                    std::memcpy(model.keys(l, to, 0), model.keys(l, from, 0), bytes);
+                    std::memcpy(model.at_block(l, to), model.at_block(l, from), bytes);
                 if (!first && model.hidden_pool)
                     std::memcpy(model.hidden_at(to * slots), model.hidden_at(from * slots),
                                 slots * model.hidden_width() * sizeof(std::uint16_t));
@@ -167,6 +170,19 @@ protected:
                        std::int64_t shared_rows, std::int64_t shared_width, const float* shared_from,
                        const Activations& shared_to);
     void combine(const float* outputs, const float* shared);
+
+    // latents.h
+    void latent_attention();
+    void rotate_part(float* x, std::int64_t position);
+    void store_row(std::int64_t t, float* row);
+    template <class Number>
+    KeyRows<Number> latent_chunk(std::int64_t span, std::int64_t first, std::int64_t count);
+    template <class Number>
+    void see(std::int64_t span, std::int64_t index, std::int64_t q, QueryRows<Number>& rows) const;
+    template <class Number>
+    void attend_block(std::int64_t task);
+    template <class Number>
+    void attend_expanded(const float* queries, std::int64_t stride, std::int64_t span, std::int64_t head);
 
     // Norms of queries and of keys, over all heads together.
     void norm_rows() {
@@ -315,6 +331,7 @@ protected:
     std::vector<float> scratch;
     std::vector<std::int8_t> codes;
     std::vector<float> rotated, merged;  // heads of padded numbers
+    LatentScratch latent_scratch;
 };
 
 inline void Runner::run(const Batch& batch) {

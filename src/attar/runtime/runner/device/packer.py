@@ -42,6 +42,10 @@ class DevicePacker:
         codes, scales = quantize(weight, self.kind, self.group)
         return device_codes(PackedCodes(codes, scales, None, self.kind), bias, self.device)
 
+    def unrounded(self, weight: Tensor) -> DeviceWeight:
+        """Of a dense matrix that is not rounded."""
+        return DeviceWeight(weight.to(self.device, self.dtype).contiguous())
+
     def stack(self, experts: tuple[Any, ...]) -> DeviceWeight:
         """Of the experts of a layer."""
         return stacked(experts)

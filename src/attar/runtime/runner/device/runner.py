@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.errors import UsageError
+from attar.errors import ModelError, UsageError
 from attar.kernels.decode import ModelWeights
 from attar.kernels.device import native
 from attar.kernels.packed import Kind
@@ -102,6 +102,7 @@ class Device:
 
     Raises:
         UsageError: ``kv_dtype`` is not one of these.
+        ModelError: the model has latents.
     """
 
     def __init__(
@@ -116,6 +117,8 @@ class Device:
     ) -> None:
         if kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv_dtype {kv_dtype!r}", hint=f"the device runner keeps {', '.join(KV_DTYPES)}")
+        if weights.latent is not None:
+            raise ModelError("the device runner has no latent attention (MLA)")
         self.device, self.kv_dtype = torch.device(device), kv_dtype
         if self.device.type == "cuda":
             register_kernels(self.device)
