@@ -78,6 +78,8 @@ ROWS = {
     "Llama 4 (text)": "llama4",
     "Granite 4 hybrid": "granitemoehybrid",
     "Qwen3-Next": "qwen3_next",
+    "Qwen3.5": "qwen3_5",
+    "Qwen3.5-MoE": "qwen3_5_moe",
     "LFM2": "lfm2",
     "LFM2-MoE": "lfm2_moe",
     "Mamba 2": "mamba2",
@@ -206,7 +208,7 @@ def zeros(tiny: Tiny) -> str:
 
 def cut(tiny: Tiny) -> str:
     """Half of the experts, or of the neurons, are removed; the smaller model loads in transformers."""
-    if tiny.family in tiny_models.MIXTURES or tiny.family == "llama4_vision":
+    if tiny.family in tiny_models.MIXTURES or tiny.family in ("llama4_vision", "qwen3_5_moe"):
         options: dict[str, Any] = {"method": "experts", "ratio": 0.5}
     else:
         options = {"method": "neurons", "ratio": 0.5}

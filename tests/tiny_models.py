@@ -179,12 +179,12 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             **HYBRID,
             "head_dim": 16,
-            "hidden_size_per_layer_input": 32,
+            "hidden_size_per_layer_input": 256,  # llama.cpp knows this width alone
             "vocab_size_per_layer_input": VOCABULARY,
         }
-        | {"laurel_rank": 32, "num_kv_shared_layers": 0, "sliding_window": 8, "altup_num_inputs": 2}
+        | {"laurel_rank": 64, "num_kv_shared_layers": 0, "sliding_window": 8, "altup_num_inputs": 4}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-        | {"activation_sparsity_pattern": [0.0, 0.0, 0.0]},
+        | {"activation_sparsity_pattern": [0.95] * 3},
     ),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", WIDE),
     "phi": ("PhiConfig", "PhiForCausalLM", GQA),
@@ -203,7 +203,7 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 LAYERS = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
 MAMBA1 = {**SHARED, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 16, "time_step_rank": 8}
 
-# further families with states, which the table of families leaves out
+# further families with states, of which the table of families has Qwen3.5 alone
 STATEFUL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": (
         "Qwen3_5TextConfig",

@@ -24,6 +24,8 @@ HEADS: dict[str, tuple[str, str, str]] = {
     "deepseek_v3": ("deepseek", "model.layers.{layers}.{{}}", "shared_head.norm"),
     "glm4_moe": ("deepseek", "model.layers.{layers}.{{}}", "shared_head.norm"),
     "qwen3_next": ("qwen", "mtp.{{}}", "norm"),
+    "qwen3_5": ("qwen", "mtp.{{}}", "norm"),
+    "qwen3_5_moe": ("qwen", "mtp.{{}}", "norm"),
     "qwen2": ("mimo", "model.mtp_layers.0.{{}}", "final_layernorm"),
     "llama2": ("ernie", "model.{{}}.0", ""),
 }
@@ -32,7 +34,8 @@ HEADS: dict[str, tuple[str, str, str]] = {
 
 def block_name(family: str, layers: int) -> str:
     """Where the head's block is."""
-    names = {"qwen3_next": "mtp.layers.0", "qwen2": "model.mtp_layers.0", "llama2": "model.mtp_block.0"}
+    qwen = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "mtp.layers.0")
+    names = {**qwen, "qwen2": "model.mtp_layers.0", "llama2": "model.mtp_block.0"}
     return names.get(family, f"model.layers.{layers}")
 
 

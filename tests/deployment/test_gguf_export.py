@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.tensors import read_tensor
 from attar.deployment.importance import InputImportance
+from attar.deployment.importance import entries_of as importance_entries
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import card_beside, export
 from attar.errors import CheckpointError, DataError, ModelError, NumericsError, OutputError, SettingsError
 from attar.formats.gguf import container
 from attar.formats.gguf.imatrix import ImportanceEntry, write_imatrix
 from attar.formats.gguf.tensor_map import placements
-from attar.formats.readers import Decoded
+from attar.formats.readers import Decoded, reader
 from attar.models.loading.load import load_model
 from attar.progress import SILENT
 from attar.quantization import tuning
@@ -519,3 +520,32 @@ def test_tokenizer_and_header_are_gone_through_once(wide, tmp_path, monkeypatch)
         )
     export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
     assert sorted(calls) == ["_head", "read_tokenizer_files"]
+
+
+def test_importance_and_blocks_follow_inputs_that_the_file_has_in_another_order(tmp_path):
+    """Qwen3.5's output projection behind tiled heads of values: importance goes with its input, and a file in
+    blocks, whose codes no other layout takes over, is read back in the checkpoint's order."""
+    folder = tiny_models.save(tiny_models.build("qwen3_5"), tmp_path / "model")
+    source = open_checkpoint(folder)
+    placed = {item.gguf: item for item in placements(source.config, source.tensors)}
+    output = placed["blk.0.ssm_out.weight"]
+    totals = torch.rand(output.shape[1])
+    entry = importance_entries({output.stored: (totals, 3.0)}, [output])[output.gguf]
+    assert torch.equal(entry.in_sum2, output.apply(totals[None])[0]) and not torch.equal(
+        entry.in_sum2, totals
+    )
+    export(folder, tmp_path / "out.gguf", settings(type="Q8_0"))
+    opened = reader(open_checkpoint(tmp_path / "out.gguf"))
+    weight, decoded = source.load(output.stored), opened.decode(output.gguf)
+    assert (decoded - weight).abs().max() <= weight.abs().max() / 127
+    assert opened.codes(output.gguf) is None and opened.codes("blk.0.attn_gate.weight") is not None
+    assert opened.same_blocks(output) == output.piece
+    assert opened.same_blocks(replace(output, columns=None)) is None
+
+
+def test_a_scale_of_the_model_has_no_room_for_one_of_nvfp4(tmp_path):
+    changes = {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 64}
+    folder = tiny_models.save(tiny_models.build("gemma4", **changes), tmp_path / "model")
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_down_exps\.weight cannot be NVFP4"):
+        export(folder, tmp_path / "out.gguf", settings(type="NVFP4"))
+    assert not (tmp_path / "out.gguf").exists()

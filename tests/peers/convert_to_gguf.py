@@ -23,4 +23,7 @@ if __name__ == "__main__":
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     TextModel._set_vocab_sentencepiece = no_sentencepiece
     TextModel._set_vocab_glm = TextModel._set_vocab_gpt2
+    from conversion.gemma import Gemma4Model
+
+    Gemma4Model.set_vocab = TextModel._set_vocab_gpt2
     runpy.run_path(str(home / "convert_hf_to_gguf.py"), run_name="__main__")

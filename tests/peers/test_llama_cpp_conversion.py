@@ -16,6 +16,7 @@ from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.formats.gguf.container import read_gguf
 from tests import tiny_models, tiny_mtp
+from tests.formats.gguf import variants
 from tests.formats.gguf.variants import VARIANTS, build
 
 HOME = Path(os.environ.get("ATTAR_PEERS", "/nowhere")) / "llama-server"
@@ -26,10 +27,12 @@ pytestmark = [
     pytest.mark.skipif(not SOURCES, reason="no source of llama.cpp under $ATTAR_PEERS/llama-server"),
 ]
 FAMILIES = ("lfm2", "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1", "llama4", "qwen3_next")
+FAMILIES += ("qwen3_5", "qwen3_5_moe", "gemma3n", "gemma4")
 OTHER = {  # keys that attar means otherwise: the config's own context; what llama.cpp does not read
     "granitehybrid.context_length",
     "granitehybrid.rope.dimension_count",
     "granitehybrid.rope.freq_base",
+    "qwen35moe.feed_forward_length",
 }
 
 
@@ -44,17 +47,30 @@ def convert(folder, file, *options):
     return read_gguf(file)
 
 
-@pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family in FAMILIES])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        name
+        for name, (family, _) in VARIANTS.items()
+        if family in FAMILIES and name != "gemma3n with shared keys"  # as published, below
+    ],
+)
 def test_file_is_the_converters(tmp_path, variant):
     folder = tiny_models.save(build(variant), tmp_path / "model")
     if VARIANTS[variant][0] == "granitemoehybrid":  # as its published config names them
         path = folder / "config.json"
         text = path.read_text().replace('"linear_attention"', '"mamba"')
         path.write_text(text.replace('"full_attention"', '"attention"'))
-    check_alike(folder, tmp_path, *["--no-mtp"] * (VARIANTS[variant][0] == "qwen3_next"))
+    check_alike(folder, tmp_path, *["--no-mtp"] * VARIANTS[variant][0].startswith("qwen3"))
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("variant", variants.PUBLISHED)
+def test_what_published_checkpoints_have_is_the_converters(tmp_path, variant):
+    folder = variants.published(variant, tiny_models.save(build(variant), tmp_path / "model"))
+    check_alike(folder, tmp_path, *["--no-mtp"] * VARIANTS[variant][0].startswith("qwen3"))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_blocks_that_predict_further_tokens_are_the_converters(tmp_path, family):
     check_alike(tiny_mtp.save(family, tmp_path / "model"), tmp_path)
 

@@ -37,7 +37,7 @@ from attar.errors import ModelError, NumericsError
 from attar.formats.gguf import blocks, container, imatrix
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
-from attar.formats.gguf.placement import pieces
+from attar.formats.gguf.placement import EXPERTS, pieces
 from attar.formats.gguf.provenance import provenance_metadata
 from attar.formats.gguf.reader import scale_name
 from attar.formats.gguf.tensor_map import architecture, placements
@@ -70,7 +70,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     view = dense_view(source)
     placed = placements(view.config, view.infos)
     refuse_type(settings, placed)
-    if any(placement.experts for placement in placed) and (settings.bits or settings.size):
+    if any(EXPERTS in placement.gguf for placement in placed) and (settings.bits or settings.size):
         raise ModelError(
             f"{source.spelling} has experts; types under a budget are chosen for dense models alone",
             hint="--type Q4_K_M, with --overrides for single tensors",
@@ -132,6 +132,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     metadata = file_metadata(source, view, tokenizer, settings.pretokenizer)
     weighted = bool(importance.entries) or settings.rounding != "nearest"
     kinds = choose_kinds(source, view, placed, settings, metadata, weighted, output.processes, progress)
+    _refuse_two_scales(kinds.of)
     missing = importance.missing(placed, kinds.of)
     codes = quantized_codes(
         source, view, placed, kinds, settings, importance, output.shared, output.processes, progress
@@ -237,6 +238,16 @@ def _write(
     writer.finish()
     parts = processes.of_all({name: digest.result() for name, digest in digests.items()})
     return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _refuse_two_scales(kinds: Mapping[str, str]) -> None:
+    """Raise where a tensor of NVFP4 has a scale beside it already (Gemma 4's experts)."""
+    for name, kind in kinds.items():
+        if kind == "NVFP4" and scale_name(name) in kinds:
+            raise ModelError(
+                f"{name} cannot be NVFP4: {scale_name(name)} is a tensor of the model",
+                hint=f"--override '{name}=Q4_K', or another --type",
+            )
 
 
 def _of_rank(placed: Sequence[Any], processes: Processes) -> list[Any]:

@@ -199,6 +199,7 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Quant
             placement.stored in linears
             and placement.part is None
             and not placement.scales
+            and placement.columns is None
             and kind not in FLOATS
             and placement.gguf not in kinds.carried
         ):
@@ -249,7 +250,9 @@ class _Maker:
             codes = self.rounded.codes(placement.stored, lambda: self.view.load(placement.stored))
             return codes if placement.rows is None else reordered(codes, placement.rows)
         with one_thread():
-            weight = placement.apply(self.view.load(placement.stored)).flatten(0, -2)
+            value = placement.value  # of what is not stored
+            stored = placement.apply(self.view.load(placement.stored)) if value is None else value
+            weight = stored.flatten(0, -2)
         return self.nearest(placement, kind, weight)
 
     def nearest(self, placement: Any, kind: str, weight: Tensor) -> QuantizedTensor:

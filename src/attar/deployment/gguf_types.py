@@ -176,7 +176,7 @@ def stored_codes(packed: FormatReader, name: str, placement: Placement) -> tuple
     Args:
         name: of the stored tensor.
     """
-    if placement.scales:
+    if placement.scales or placement.columns is not None or placement.stored_rows:
         return None
     if placement.part is None:
         return None if placement.transposed else packed.codes(name)

@@ -15,7 +15,7 @@ from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import COMPRESSION
 from attar.deployment.gguf_types import FLOATS
 from attar.deployment.settings import ExportSettings
-from attar.errors import SettingsError
+from attar.errors import ModelError, SettingsError
 from attar.formats.gguf import imatrix
 from attar.models.loading.device import pick_device
 from attar.progress import Progress
@@ -136,7 +136,9 @@ def entries_of(sums: Sums, placed: Sequence[Placement]) -> dict[str, imatrix.Imp
         if placement.expert is not None and placement.matrix:
             stacks.setdefault(placement.gguf, []).append(placement)
         elif placement.stored in sums:
-            entries[placement.gguf] = imatrix.ImportanceEntry(*sums[placement.stored])
+            total, count = sums[placement.stored]
+            total = total if placement.columns is None else total[placement.columns]
+            entries[placement.gguf] = imatrix.ImportanceEntry(total, count)
     for name, stack in stacks.items():
         none = torch.zeros(stack[0].shape[-1])
         pairs = [sums.get(placement.single or str(placement.stored), (none, 0.0)) for placement in stack]
@@ -170,15 +172,18 @@ def _compute(
         bos=settings.bos,
         split=COMPRESSION,
     )
-    sums = compute(
-        single_experts(view),
-        batches,
-        work=work / "imatrix",
-        processes=processes,
-        precision=settings.precision,
-        device=pick_device(settings.device),
-        progress=progress,
-    )
+    try:
+        sums = compute(
+            single_experts(view),
+            batches,
+            work=work / "imatrix",
+            processes=processes,
+            precision=settings.precision,
+            device=pick_device(settings.device),
+            progress=progress,
+        )
+    except ModelError as error:
+        raise ModelError(error.message, hint="--imatrix none, or --imatrix FILE of llama.cpp's") from error
     entries = entries_of(sums, placed)
     origin = {
         "datasets": [settings.data],

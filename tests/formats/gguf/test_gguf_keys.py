@@ -34,6 +34,7 @@ ONE_WAY = {
     "general.size_label": "a title; parameters are counted",
     "vocab_size": "the rows of token_embd.weight are counted",
     "gpt-oss.feed_forward_length": "llama.cpp takes expert_feed_forward_length",
+    "qwen35moe.feed_forward_length": "llama.cpp takes expert_feed_forward_length",
     "mamba2.attention.head_count": "there is no attention; llama.cpp asks for the key",
     "mamba2.feed_forward_length": "there is no MLP; llama.cpp asks for the key",
     "mamba2.context_length": "a state has no limit; llama.cpp asks for the key",

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from attar.formats.gguf.placement import STACKED
 from tests import tiny_models
 from tests.tiny_models import GQA, MHA, WIDE
 
@@ -70,6 +71,17 @@ FAMILIES = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     ),
     "qwen3_next": tiny_models.MIXTURES["qwen3_next"],
+    "qwen3_5": tiny_models.STATEFUL["qwen3_5"],
+    "qwen3_5_moe": (
+        *tiny_models.STATEFUL["qwen3_5_moe"][:2],
+        {key: n for key, n in tiny_models.STATEFUL["qwen3_5_moe"][2].items() if key != "intermediate_size"},
+    ),
+    "gemma3n": tiny_models.HYBRIDS["gemma3n"],
+    "gemma4": (
+        *tiny_models.HYBRIDS["gemma4"][:2],
+        {**tiny_models.HYBRIDS["gemma4"][2], "global_head_dim": 32}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",
@@ -91,6 +103,9 @@ LISTS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.0, 4.
 LONGROPE = rope("longrope", factor=2.0, original_max_position_embeddings=256, **LISTS)
 LONG_PHI3 = rope("longrope", **LISTS) | {"original_max_position_embeddings": 256}
 
+GEMMA4_KINDS = ("sliding", "sliding", "full", "sliding", "full")
+GAIN_ONE = ("gemma", "gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families whose norms multiply by 1 + weight."""
 MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.7)
 
 # variant -> (family, what it changes)
@@ -159,6 +174,27 @@ VARIANTS = {
                        original_max_position_embeddings=16) | {"interleave_moe_layer_step": 1}),
     "qwen3_next by its interval": (
         "qwen3_next", {"layer_types": None, "num_hidden_layers": 5, "linear_num_value_heads": 6}),
+    "qwen3_5 with one head of values for each of keys": (
+        "qwen3_5", {"linear_num_key_heads": 4, "tie_word_embeddings": True, "num_hidden_layers": 5}
+        | {"layer_types": None, "full_attention_interval": 2}),
+    "qwen3_5 with three heads of values for each of keys": (
+        "qwen3_5", {"linear_num_value_heads": 6}
+        | rope("default", partial_rotary_factor=0.5, mrope_section=[3, 3, 2])),
+    "gemma3n with shared keys": (
+        "gemma3n", {"num_hidden_layers": 22, "num_kv_shared_layers": 2}
+        | {"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 4
+           + ["full_attention", "sliding_attention"]}
+        | {"activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12}),
+    "gemma4 with shared keys and embeddings for blocks": (
+        "gemma4", {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320}
+        | {"final_logit_softcapping": 30.0}
+        | {"layer_types": [f"{kind}_attention" for kind in GEMMA4_KINDS]}),
+    "gemma4 with keys for values": (
+        "gemma4", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_attention_heads": 4}),
+    "gemma4 with experts": (
+        "gemma4", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gpt_oss with yarn": ("gpt_oss", YARN),
 }  # fmt: skip
 
@@ -185,6 +221,46 @@ def build(variant):
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.2, 0.3, len(buffer)))
     return model
+
+
+PUBLISHED = (
+    "gemma3n with shared keys", "gemma4 with shared keys and embeddings for blocks", "gemma4 with experts",
+    "qwen3_5_moe",
+)  # fmt: skip
+
+
+def published(variant, folder):
+    """A saved model as its family is published: keys of blocks that share those of others, a config without
+    ``per_layer_config``, stacked experts."""
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(path)
+    layers = config["num_hidden_layers"]
+    for index in range(layers - config.get("num_kv_shared_layers", 0), layers):
+        kind = config["layer_types"][index]
+        before = max(i for i in range(index) if config["layer_types"][i] == kind)
+        for name in [
+            name
+            for name in tensors
+            if f".layers.{before}.self_attn.k_" in name or f".layers.{before}.self_attn.v_" in name
+        ]:
+            tensors[name.replace(f".{before}.", f".{index}.")] = tensors[name] + 1
+    for blocks in [config.pop("per_layer_config", {})]:
+        for block in blocks.values():
+            config["global_head_dim"] = block["head_dim"]
+            config["num_global_key_value_heads"] = block.get("num_key_value_heads")
+    for index in range(layers if variant == "qwen3_5_moe" else 0):
+        mlp = f"model.layers.{index}.mlp.experts"
+        parts = {
+            part: torch.stack(
+                [tensors.pop(f"{mlp}.{e}.{part}_proj.weight") for e in range(config["num_experts"])]
+            )
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{mlp}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        tensors[f"{mlp}.down_proj"] = parts["down"]
+    save_file(tensors, path, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def said(model_or_config):
@@ -236,10 +312,10 @@ def placed_tensors(placed, state):
 
 
 def unstacked(tensors):
-    """Tensors of a file with every expert by itself."""
+    """Tensors of a file with every expert, and every other matrix of a stack, by itself."""
     single = {}
     for name, tensor in tensors.items():
-        if "_exps." in name:
+        if any(part in name for part in STACKED) and tensor.dim() > 1:
             single.update({f"{name}[{number}]": expert for number, expert in enumerate(tensor)})
         else:
             single[name] = tensor

@@ -349,3 +349,16 @@ def test_config_that_contradicts_the_model(key, value, sentence):
     with pytest.raises(ModelError) as caught:
         discover(model)
     assert sentence in caught.value.message
+
+
+def test_blocks_of_gemma_4_with_wider_heads_and_shared_keys():
+    """Published shapes: full attention has other heads, the last blocks no keys, the 31B no values there."""
+    shape = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    same = tiny_models.build("gemma4", **shape, attention_k_eq_v=True, num_global_key_value_heads=1)
+    blocks = discover(same).blocks
+    assert [block.mixer.kind for block in blocks[1::2]] == ["attention without its own keys and values"] * 2
+    assert blocks[0].attention.kv_heads == 2 and blocks[0].attention.head_dim == 16
+    shared = tiny_models.build("gemma4", **shape, num_kv_shared_layers=2, use_double_wide_mlp=True)
+    blocks = discover(shared).blocks
+    assert [block.mlp.neurons for block in blocks] == [96, 96, 192, 192]
+    assert blocks[1].attention.head_dim == 512 and not hasattr(blocks[3].mixer, "k")

@@ -11,7 +11,7 @@ hidden / heads, KV heads are as many as heads, the MLP is four times as wide as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,8 @@ class ModuleMapping:
         stored: name in the checkpoint, without the model's prefix and ``.weight``.
         shape: names of the sizes in the file, rows first.
         bias: True, False, or the config's key that states whether there is one.
-        order: ``q`` or ``k``: paired rows; ``groups``: fused rows of KV groups to be sorted.
+        order: ``q`` or ``k``: paired rows; ``groups``: fused rows of KV groups to be sorted; ``delta`` and
+            ``tiled..``: heads of linear attention.
         plus: added to the weight.
         transposed: stored as (in, out).
         matrix: may be quantized.
@@ -56,6 +57,10 @@ class ModuleMapping:
         part: the part of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
             ``odd`` rows, the ``keys`` or ``values`` of MLA, the ``qkv`` or ``gate`` of linear attention.
         optional: of blocks that predict further tokens: present where it is stored.
+        columns: as ``order``, of the inputs.
+        rows: the size of the stored rows, where the file has zeros behind them.
+        unused: llama.cpp loads it and does not use it: zeros where it is not stored, and it is not read.
+        count: the size that says how many ``experts`` there are.
     """
 
     gguf: str
@@ -79,6 +84,10 @@ class ModuleMapping:
     negative_exp: bool = False
     scales: tuple[str, ...] = ()
     optional: bool = False
+    columns: str = ""
+    rows: str = ""
+    unused: bool = False
+    count: str = "experts"
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,16 @@ class Architecture:
         nextn: its blocks that predict further tokens; None: llama.cpp's converter knows none.
         attention_interval: each n-th block has attention where the config has no ``layer_types``; the file
             marks the others by ``attention.recurrent_layers``. 0: by 0 KV heads.
-        more_config: further keys of a config, from the value of (key of the file, default) and the sizes.
+        more_config: further keys of a config, from the value of (key of the file, default), the sizes and the
+            names of the file's tensors.
+        plain_config: the config with one number, where older or newer ones have a list of them.
+        plain_keys: keys of the file that replace those with a number for each block, from the value of (key,
+            default).
+        in_block: the sizes of a block, from the config, the sizes of all, its number and the names of the
+            checkpoint's or the file's tensors.
+        differences: how llama.cpp computes otherwise with the file, in sentences.
+        local_rope: blocks with a sliding window have their own base of rotary frequencies.
+        sections: the file's sections of rotary dimensions where the config has none; none: no such key.
     """
 
     family: str
@@ -208,7 +226,17 @@ class Architecture:
     attention_interval: int = 0
     misfit: Callable[[Mapping[str, Any], Sizes], str] = lambda config, sizes: ""
     more_keys: Callable[[Mapping[str, Any], Sizes], Mapping[str, Any]] = lambda config, sizes: {}
-    more_config: Callable[[Callable[[str, Any], Any], Sizes], Mapping[str, Any]] = lambda get, sizes: {}
+    more_config: Callable[[Callable[[str, Any], Any], Sizes, Collection[str]], Mapping[str, Any]] = (
+        lambda get, sizes, names: {}
+    )
+    plain_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
+    plain_keys: Callable[[Callable[[str, Any], Any]], Mapping[str, Any]] = lambda get: {}
+    in_block: Callable[[Mapping[str, Any], Sizes, int, Collection[str]], Sizes] = (
+        lambda config, sizes, index, names: sizes
+    )
+    differences: Callable[[Mapping[str, Any], Sizes], list[str]] = lambda config, sizes: []
+    local_rope: bool = False
+    sections: tuple[int, ...] = ()
 
     @property
     def mixture(self) -> bool:
@@ -266,7 +294,8 @@ class Sizes:
             ``shared_ff`` or ``shared`` (how many experts all tokens share), ``dense`` (leading blocks without
             experts); of MLA ``q_rank``, ``kv_rank``, ``nope`` and ``rope`` (of a head's keys), ``value``; of
             a state space ``ssm_heads``, ``ssm_head`` (width of one), ``ssm_state``, ``ssm_groups``; of linear
-            attention ``delta_heads`` (of values), ``delta_groups`` (heads of keys), ``delta_state`` (width).
+            attention ``delta_heads`` (of values), ``delta_groups`` (heads of keys), ``delta_state`` (width);
+            of Gemma ``per_layer`` (width of the embeddings for blocks), ``shared_kv`` (blocks without keys).
         nextn: blocks behind the last one that predict further tokens.
     """
 
@@ -294,6 +323,12 @@ class Sizes:
             return self.heads * self.more["value"]
         if name == "one":
             return 1
+        if name == "per_layers":
+            return self.layers * self.of("per_layer")
+        if name.startswith("altup_"):
+            return self.of("altup") ** 2 if name == "altup_squared" else self.of("altup") - 1
+        if name == "expert_gate_up":
+            return 2 * self.of("expert_ff")
         if name in ("q_gated", "joined"):
             return 2 * (self.of("q") if name == "q_gated" else self.hidden)
         if name.startswith("delta_") and name not in self.more:
@@ -356,6 +391,7 @@ def sizes(config: Mapping[str, Any], architecture: Architecture) -> Sizes:
     Raises:
         ModelError: one is missing or no whole number, or they do not fit together.
     """
+    config = architecture.plain_config(config)
     hidden = _positive_integer(config, architecture, "hidden")
     if architecture.attention_free:
         return _without_attention(config, architecture, hidden)

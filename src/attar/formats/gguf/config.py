@@ -39,7 +39,7 @@ from attar.formats.gguf.tokenizer.special_tokens import stored_ids
 DAMAGED = "the file is incomplete or damaged; get it again"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-COUNTS_FROM_0 = ("dense", "experts", "used")
+COUNTS_FROM_0 = ("dense", "experts", "used", "per_layer", "shared_kv")
 """Numbers that are 0, and not null, in a config of a file that has none."""
 OPTIONAL = ("groups", "used_groups", "shared")
 """Numbers that a file may leave out where they are 1."""
@@ -102,7 +102,8 @@ def hf_config(
     """
     keys = ArchitectureMetadata(metadata)
     arch = _family(keys)
-    measured = _sizes(keys, arch, tensors)
+    plain = {f"{keys.arch}.{key}": value for key, value in arch.plain_keys(keys.get).items()}
+    measured = _sizes(ArchitectureMetadata({**metadata, **plain}), arch, tensors)
     factors = {name: load(name) if load else tensors[name] for name in TENSORS if name in tensors}
     return {
         "model_type": arch.family,
@@ -116,7 +117,7 @@ def hf_config(
         **arch.stated,
         **_layer_types(keys, arch),
         **_window(keys, arch, measured),
-        **arch.more_config(keys.get, measured),
+        **arch.more_config(keys.get, measured, tensors),
         **({arch.nextn.key: measured.nextn} if arch.nextn and measured.nextn else {}),
         **rope_config(keys.get, arch, measured, factors),
         **_tokens(metadata),
@@ -200,7 +201,7 @@ def _sizes(keys: ArchitectureMetadata, arch: Architecture, tensors: Mapping[str,
         heads=heads,
         kv_heads=kv_heads,
         head=head,
-        ff=0 if arch.attention_free else keys.positive("feed_forward_length"),
+        ff=0 if arch.attention_free else keys.positive("feed_forward_length", more.get("expert_ff")),
         vocabulary=int(tensors["token_embd.weight"].shape[0]),
         context=keys.positive("context_length"),
         more=more,
@@ -363,7 +364,7 @@ def file_placements(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> li
         CheckpointError: a tensor is missing, of another shape, or unknown; names it.
     """
     expected = expected_placements(config, tensors)
-    wanted = [placement for placement in expected if placement.stored is not None]
+    wanted = [placement for placement in expected if placement.stored is not None and not placement.unused]
     for placement in wanted:
         if placement.piece not in tensors:
             raise CheckpointError(f"GGUF: there is no tensor {placement.piece!r}", hint=DAMAGED)
@@ -372,7 +373,7 @@ def file_placements(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> li
             raise CheckpointError(
                 f"GGUF: tensor {placement.piece!r} is {list(shape)}, but must be {list(placement.shape)}"
             )
-    known = frozenset(placement.piece for placement in wanted)
+    known = frozenset(placement.piece for placement in expected)
     for name in tensors:
         if name not in known and name not in TENSORS:
             raise CheckpointError(f"GGUF: tensor {name!r} has no place in a {config['model_type']}")

@@ -19,6 +19,8 @@ from attar.formats.gguf.architecture import (
 )
 from attar.formats.gguf.expert_families import EXPERT_FAMILIES, GRANITE
 from attar.formats.gguf.falcon_h1 import FALCON_H1
+from attar.formats.gguf.gemma3n import GEMMA3N
+from attar.formats.gguf.gemma4 import GEMMA4
 from attar.formats.gguf.llama4 import LLAMA4
 from attar.formats.gguf.modules import (
     around_norms,
@@ -30,6 +32,7 @@ from attar.formats.gguf.modules import (
     plain_mlp,
     pre_norms,
 )
+from attar.formats.gguf.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from attar.formats.gguf.qwen3_next import QWEN3_NEXT
 from attar.formats.gguf.state_families import STATE_FAMILIES
 
@@ -157,6 +160,7 @@ GEMMA3 = Architecture(
     ),
     extras=(("final_logit_softcapping", "final_logit_softcapping"),),
     ropes=("default", "linear"),
+    local_rope=True,
     window=6,
     window_applied=True,
     scale_by_layers=62,
@@ -367,7 +371,8 @@ ARCHITECTURES = {
     for known in (
         LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3,
         GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3, SEED_OSS,
-        *EXPERT_FAMILIES, *STATE_FAMILIES, FALCON_H1, LLAMA4, QWEN3_NEXT,
+        *EXPERT_FAMILIES, *STATE_FAMILIES, FALCON_H1, LLAMA4, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
+        GEMMA3N, GEMMA4,
     )
 }  # fmt: skip
 """Every family that can be written, by its ``model_type``."""

@@ -6,7 +6,7 @@ each 4th block, the temperature of attention, and norms of queries and keys but 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ def _misfit(config: Mapping[str, Any], sizes: Sizes) -> str:
     return ""
 
 
-def _more_config(get: Callable[[str, Any], Any], sizes: Sizes) -> dict[str, Any]:
+def _more_config(get: Callable[[str, Any], Any], sizes: Sizes, names: Collection[str]) -> dict[str, Any]:
     return {"use_qk_norm": sizes.of("experts") != WITHOUT_NORMS, "layer_types": _kinds(sizes.layers)}
 
 

@@ -126,7 +126,7 @@ def notes(config: Mapping[str, Any]) -> list[str]:
     """How llama.cpp computes differently from transformers with the file, in sentences."""
     arch = architecture(config)
     measured = sizes(config, arch)
-    sentences = []
+    sentences = list(arch.differences(config, measured))
     seen = window(config, arch, measured.layers)
     if seen and not arch.window_applied and seen.tokens < measured.context:
         sentences.append(

@@ -5,10 +5,11 @@ A tensor changes in six steps, in this order, which :meth:`Placement.undo` rever
 1. Where the checkpoint stores several tensors of the file in one (experts stacked, gate and up side by side,
    keys and values of MLA), its part is taken: :class:`StoredPart`.
 2. A Conv1D weight (in, out) is transposed to (out, in).
-3. Rows are reordered: new[i] = old[rows[i]]. Two orders exist.
+3. Rows are reordered: new[i] = old[rows[i]], and so are inputs behind reordered heads. Three orders exist.
    *Paired* (where rotary embedding rotates neighbours, as in llama): within a head of width d the halves
    (x_0 .. x_{d/2-1}, y_0 .. y_{d/2-1}) become pairs (x_0, y_0, x_1, y_1, ...).
    *Sorted* (GPT-NeoX): the fused rows q, k, v of each KV group become all q, all k, all v.
+   *Tiled* (Qwen3.5): the heads of values, which lie beside their head of keys, go round all heads of keys.
 4. Anything but matrices (norms, biases, routers, position embeddings) becomes float32.
 5. Gemma's norms gain 1, because llama.cpp multiplies by the weight where transformers multiplies by 1 +
    weight.
@@ -33,8 +34,10 @@ from torch import Tensor
 from attar.checkpoint.tensors import TensorInfo
 from attar.formats.stored_part import StoredPart
 
-STACKED = "_exps."
+EXPERTS = "_exps."
 """Part of the names of a file's stacked experts."""
+STACKED = (EXPERTS, "altup_proj.", "altup_unembd_proj.")
+"""Parts of the names of matrices that a file stacks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,8 @@ class Placement:
         shape: its shape in the GGUF file, rows first; of an expert without the experts.
         transposed: the checkpoint has it as (in, out).
         rows: int64 (N,): new[i] = old[rows[i]]; None: in order.
+        columns: int64 (K,), the same of a matrix's inputs.
+        stored_rows: rows of the checkpoint's tensor, where the file has zeros behind them; 0: as many.
         plus: added to every value.
         matrix: a weight that may be quantized; anything else is kept in float32.
         value: float32, where ``stored`` is None.
@@ -56,6 +61,7 @@ class Placement:
         part: the part of the stored tensor; None: all.
         expert: its number; None: it is a whole tensor of the file.
         experts: how many the file's tensor stacks; 0: it is no stack.
+        unused: llama.cpp loads it and does not use it: zeros where it is not stored, and it is not read.
         single: the expert's name in a model whose experts are modules, where the checkpoint stacks them.
     """
 
@@ -64,6 +70,8 @@ class Placement:
     shape: tuple[int, ...]
     transposed: bool = False
     rows: Tensor | None = None
+    columns: Tensor | None = None
+    stored_rows: int = 0
     plus: float = 0.0
     matrix: bool = True
     value: Tensor | None = None
@@ -74,6 +82,7 @@ class Placement:
     expert: int | None = None
     experts: int = 0
     single: str = ""
+    unused: bool = False
 
     @property
     def piece(self) -> str:
@@ -92,6 +101,8 @@ class Placement:
             return self.part.shape
         if self.form:
             return self.form
+        if self.stored_rows:
+            return (self.stored_rows, *self.shape[1:])
         return tuple(reversed(self.shape)) if self.transposed else self.shape
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -102,6 +113,10 @@ class Placement:
         placed = placed.T if self.transposed else placed
         if self.rows is not None:
             placed = placed.index_select(0, self.rows)
+        if self.columns is not None:
+            placed = placed.index_select(1, self.columns)
+        if self.stored_rows:
+            placed = torch.cat([placed, placed.new_zeros(self.shape[0] - self.stored_rows, *self.shape[1:])])
         if not self.matrix or self.scales:
             placed = placed.float()
         for scale in self.scales:
@@ -123,6 +138,10 @@ class Placement:
         restored = (-restored).log() if self.negative_exp else restored
         for scale in reversed(self.scales):
             restored = restored / scale
+        if self.stored_rows:
+            restored = restored[: self.stored_rows]
+        if self.columns is not None:
+            restored = restored.index_select(1, torch.argsort(self.columns))
         if self.rows is not None:
             restored = restored.index_select(0, torch.argsort(self.rows))
         if self.transposed:
@@ -145,7 +164,7 @@ def pieces(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     each other in the file."""
     single: dict[str, TensorInfo] = {}
     for name, info in infos.items():
-        if STACKED not in name or len(info.shape) < 2:
+        if not any(part in name for part in STACKED) or len(info.shape) < 2:
             single[name] = info
             continue
         count = info.shape[0]

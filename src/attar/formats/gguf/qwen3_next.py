@@ -7,7 +7,7 @@ all q, all k and all v in one matrix and z in another. llama.cpp has one width f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,25 +36,25 @@ from attar.formats.gguf.modules import (
 _DELTA = "layers.{}.linear_attn"
 
 
-def _delta(gguf: str, name: str, shape: tuple[str, ...], **more: Any) -> ModuleMapping:
+def delta(gguf: str, name: str, shape: tuple[str, ...], **more: Any) -> ModuleMapping:
+    """A module of linear attention."""
     return ModuleMapping(f"blk.{{}}.{gguf}", f"{_DELTA}.{name}", shape, mixer="state", **more)
 
 
 _LINEAR_ATTENTION = (
-    _delta("attn_qkv", "in_proj_qkvz", ("delta_qkv", "hidden"), part="qkv", order="delta"),
-    _delta("attn_gate", "in_proj_qkvz", ("delta_values", "hidden"), part="gate"),
-    _delta("ssm_ba", "in_proj_ba", ("delta_betas", "hidden")),
-    _delta(
-        "ssm_conv1d", "conv1d", ("delta_qkv", "kernel"), matrix=False, form=("delta_qkv", "one", "kernel")
-    ),
-    _delta("ssm_dt", "dt_bias", ("delta_heads",), matrix=False, leaves=(".bias", "")),
-    _delta("ssm_a", "A_log", ("delta_heads",), matrix=False, leaves=("", ""), negative_exp=True),
-    _delta("ssm_norm", "norm", ("delta_state",), matrix=False),
-    _delta("ssm_out", "out_proj", ("hidden", "delta_values")),
+    delta("attn_qkv", "in_proj_qkvz", ("delta_qkv", "hidden"), part="qkv", order="delta"),
+    delta("attn_gate", "in_proj_qkvz", ("delta_values", "hidden"), part="gate"),
+    delta("ssm_ba", "in_proj_ba", ("delta_betas", "hidden")),
+    delta("ssm_conv1d", "conv1d", ("delta_qkv", "kernel"), matrix=False, form=("delta_qkv", "one", "kernel")),
+    delta("ssm_dt", "dt_bias", ("delta_heads",), matrix=False, leaves=(".bias", "")),
+    delta("ssm_a", "A_log", ("delta_heads",), matrix=False, leaves=("", ""), negative_exp=True),
+    delta("ssm_norm", "norm", ("delta_state",), matrix=False),
+    delta("ssm_out", "out_proj", ("hidden", "delta_values")),
 )
 
 
-def _misfit(config: Mapping[str, Any], sizes: Sizes) -> str:
+def delta_misfit(config: Mapping[str, Any], sizes: Sizes) -> str:
+    """What of a config's linear attention llama.cpp has not; empty: nothing."""
     width, keys = config.get("linear_value_head_dim", 128), sizes.of("delta_state")
     if width != keys:
         return f"linear_value_head_dim is {width!r}, but llama.cpp's heads of keys and values are {keys} wide"
@@ -63,16 +63,17 @@ def _misfit(config: Mapping[str, Any], sizes: Sizes) -> str:
     return ""
 
 
-def _more_keys(config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    marks = attends(config, QWEN3_NEXT, sizes.layers)
+def delta_keys(config: Mapping[str, Any], sizes: Sizes, arch: Architecture) -> dict[str, Any]:
+    """Further keys of a file with linear attention."""
+    marks = attends(config, arch, sizes.layers)
     return {
         "ssm.inner_size": sizes.of("delta_values"),
         "attention.recurrent_layers": [not mark for mark in marks] + [False] * sizes.nextn,
-        "full_attention_interval": config.get("full_attention_interval", QWEN3_NEXT.attention_interval),
+        "full_attention_interval": config.get("full_attention_interval", arch.attention_interval),
     }
 
 
-def _more_config(get: Callable[[str, Any], Any], sizes: Sizes) -> dict[str, Any]:
+def _more_config(get: Callable[[str, Any], Any], sizes: Sizes, names: Collection[str]) -> dict[str, Any]:
     inner, wanted = get("ssm.inner_size", sizes.of("delta_values")), sizes.of("delta_values")
     if inner != wanted:
         raise CheckpointError(
@@ -83,7 +84,7 @@ def _more_config(get: Callable[[str, Any], Any], sizes: Sizes) -> dict[str, Any]
     return {"linear_value_head_dim": sizes.of("delta_state"), "full_attention_interval": every}
 
 
-QWEN3_NEXT = Architecture(
+QWEN3_NEXT: Architecture = Architecture(
     family="qwen3_next",
     arch="qwen3next",
     model_class="Qwen3NextForCausalLM",
@@ -125,7 +126,7 @@ QWEN3_NEXT = Architecture(
         block="mtp.layers.{}",
         key="mtp_num_hidden_layers",
     ),
-    misfit=_misfit,
-    more_keys=_more_keys,
+    misfit=delta_misfit,
+    more_keys=lambda config, sizes: delta_keys(config, sizes, QWEN3_NEXT),
     more_config=_more_config,
 )

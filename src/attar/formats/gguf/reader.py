@@ -155,6 +155,9 @@ class GGUFReader:
         if mine is None or self._info(mine.piece).block not in blocks.LAYOUTS or not placement.matrix:
             return None
         same = mine.stored == placement.stored and mine.part == placement.part and not placement.scales
+        same = same and mine.stored_rows == placement.stored_rows
+        orders = [item.columns for item in (mine, placement) if item.columns is not None]
+        same = same and len(orders) != 1 and (not orders or torch.equal(*orders))
         if not same or placement.transposed or (mine.rows is None) != (placement.rows is None):
             return None
         return mine.piece if mine.rows is None or torch.equal(mine.rows, placement.rows) else None
@@ -188,6 +191,8 @@ class GGUFReader:
         """The placement of a stored matrix in blocks; None for other tensors."""
         placement, info = self.placements.get(name), self._info(name)
         if placement is None or not placement.matrix or placement.plus or placement.part is not None:
+            return None, info
+        if placement.columns is not None or placement.stored_rows:
             return None, info
         return placement if info.block in blocks.LAYOUTS else None, info
 

@@ -7,6 +7,7 @@ A head's first d dimensions rotate by position times theta^(-2i/d) / f_i, i = 0 
     yarn       1 to ``factor``, computed by llama.cpp (its constants are transformers' defaults)
     llama3     1 to ``factor`` by wavelength; written as the tensor ``rope_freqs.weight``
     longrope   two given lists: ``rope_factors_short.weight`` up to the original context, ``..._long`` beyond
+    proportional  1 for a part of the frequencies, and so much for the others that they do not turn (Gemma 4)
 
 llama3 (w = 2 pi theta^(2i/d) the wavelength, c the original context, l and h the low and high frequency
 factors): f = 1 where w < c/h, ``factor`` where w > c/l, between them 1/f = (1 - s)/factor + s with
@@ -32,6 +33,7 @@ from attar.formats.gguf.architecture import LLAMA_ROPES, Architecture, Sizes, sh
 
 FREQUENCIES, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 TENSORS = (FREQUENCIES, SHORT, LONG)
+PROPORTIONAL, STILL = "proportional", 1e30
 ORIGINAL = "original_max_position_embeddings"
 SCALINGS = ("none", "linear", "yarn", "longrope")
 """Values of ``rope.scaling.type``."""
@@ -45,7 +47,7 @@ class Rope:
     """Rotary settings.
 
     Attributes:
-        kind: ``default``, ``linear``, ``yarn``, ``llama3`` or ``longrope``.
+        kind: ``default``, ``linear``, ``yarn``, ``llama3``, ``longrope`` or ``proportional``.
         theta: base of the frequencies; ``local_theta``: in blocks with a sliding window, where it is another.
         dimensions: d.
         original: context before scaling.
@@ -68,8 +70,9 @@ def read_rope(config: Mapping[str, Any], architecture: Architecture, sizes: Size
     """
     if not architecture.ropes:
         return None
+    config = architecture.plain_config(config)
     full, local = _settings(config)
-    two = architecture.family == "gemma3_text"
+    two = architecture.local_rope
     theta = _first(
         full.get("rope_theta"),
         config.get("rope_theta"),
@@ -89,7 +92,9 @@ def read_rope(config: Mapping[str, Any], architecture: Architecture, sizes: Size
     return Rope(
         kind=kind,
         theta=float(_first(theta, 1e6 if two else 1e4)),
-        dimensions=_dimensions(config, full, architecture, sizes),
+        dimensions=sizes.of("global_head")
+        if kind == PROPORTIONAL
+        else _dimensions(config, full, architecture, sizes),
         settings=full,
         original=int(_first(_original(config, architecture), full.get(ORIGINAL), sizes.context)),
         local_theta=None if local_theta is None else float(local_theta),
@@ -188,6 +193,8 @@ def usual_yarn_scale(factor: float) -> float:
 def rope_metadata(rope: Rope, architecture: Architecture, context: int) -> dict[str, Any]:
     """Keys without the architecture's prefix."""
     keys: dict[str, Any] = {"rope.dimension_count": rope.dimensions, "rope.freq_base": rope.theta}
+    if architecture.sections:
+        keys["rope.dimension_sections"] = _sections(rope, architecture)
     if rope.local_theta is not None:
         keys["rope.freq_base_swa"] = rope.local_theta
     if rope.kind in ("linear", "yarn"):
@@ -209,6 +216,16 @@ def rope_metadata(rope: Rope, architecture: Architecture, context: int) -> dict[
     return keys
 
 
+def _sections(rope: Rope, architecture: Architecture) -> list[int]:
+    """How many of the frequencies turn with time, height, width and a fourth position; all are the same in a
+    text."""
+    stated = rope.settings.get("mrope_section", architecture.sections)
+    counts = isinstance(stated, list | tuple) and [*stated, 0][:4]
+    if not counts or len(counts) != 4 or not all(type(count) is int and count >= 0 for count in counts):
+        raise ModelError(f"config.json: mrope_section is {stated!r}, not three or four numbers")
+    return counts
+
+
 def _longrope_scale(rope: Rope, context: int) -> float:
     """The factor of queries and keys under longrope."""
     if rope.settings.get("attention_factor") is not None:
@@ -221,6 +238,8 @@ def rope_tensors(rope: Rope) -> dict[str, Tensor]:
     """The rotary tensors of a file: float32 (d / 2,)."""
     if rope.kind == "llama3":
         return {FREQUENCIES: llama3_factors(rope)}
+    if rope.kind == PROPORTIONAL:
+        return {FREQUENCIES: _proportional_factors(rope)}
     if rope.kind != "longrope":
         return {}
     return {name: _list(rope, f"{kind}_factor") for name, kind in ((LONG, "long"), (SHORT, "short"))}
@@ -233,6 +252,37 @@ def _list(rope: Rope, key: str) -> Tensor:
             f"config.json: the rope settings' {key!r} has {len(values)} numbers, not {rope.dimensions // 2}"
         )
     return torch.tensor(values, dtype=torch.float32)
+
+
+def _proportional_factors(rope: Rope) -> Tensor:
+    """f, float32 (d / 2,)."""
+    turning = int(float(_setting(rope.settings, "partial_rotary_factor")) * rope.dimensions / 2)
+    factors = torch.full((rope.dimensions // 2,), STILL)
+    factors[:turning] = 1.0
+    return factors
+
+
+def _proportional_config(
+    get: Callable[[str, Any], Any], sizes: Sizes, factors: Tensor | None
+) -> dict[str, Any]:
+    """``rope_parameters`` of Gemma 4."""
+    width = int(get("rope.dimension_count", 0))
+    turning = 0 if factors is None else int((factors == 1).sum())
+    if (
+        factors is None
+        or factors.shape != (width // 2,)
+        or width != get("attention.key_length", 0)
+        or get("rope.dimension_count_swa", sizes.head) != sizes.head
+        or not bool((factors[turning:] >= STILL).all())
+    ):
+        raise CheckpointError(
+            f"GGUF: {FREQUENCIES} and rope.dimension_count are not those of Gemma 4",
+            hint="convert the model again",
+        )
+    full = {"rope_type": PROPORTIONAL, "rope_theta": _positive(get, "rope.freq_base", 10000.0)}
+    local = {"rope_type": "default", "rope_theta": _positive(get, "rope.freq_base_swa", 10000.0)}
+    full["partial_rotary_factor"] = _fraction(2 * turning, width)
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 
 
 def llama3_factors(rope: Rope) -> Tensor:
@@ -261,6 +311,8 @@ def rope_config(
     """
     if not architecture.ropes:
         return {}
+    if architecture.ropes == (PROPORTIONAL,):
+        return _proportional_config(get, sizes, tensors.get(FREQUENCIES))
     theta = _positive(get, "rope.freq_base", 10000.0)
     rotated = _rotated(get, architecture, sizes)
     for name, factors in tensors.items():
@@ -280,7 +332,10 @@ def rope_config(
         return {"rope_parameters": parameters}
     if rotated != sizes.head or "partial_rotary_factor" in architecture.defaults:
         parameters["partial_rotary_factor"] = _fraction(rotated, sizes.head)
-    if architecture.family == "gemma3_text":
+    counts = get("rope.dimension_sections", None) if architecture.sections else None
+    if counts is not None and tuple(counts) != architecture.sections:
+        parameters["mrope_section"] = counts[:-1] if counts[-1] == 0 else counts
+    if architecture.local_rope:
         local = {"rope_type": "default", "rope_theta": _positive(get, "rope.freq_base_swa", 10000.0)}
         return {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}}
     if ORIGINAL in architecture.defaults:

@@ -183,6 +183,8 @@ def _resolve(placement: Placement, arch: Architecture, stored: Mapping[str, Any]
         placement = replace(placement, part=None, transposed=False, single="")
         names = [single]
     name = next((name for name in names if name in stored), None)
+    if name is None and placement.unused:
+        return replace(placement, stored=None, value=torch.zeros(placement.shape))
     if name is None:
         close = nearest(usual, stored)
         raise CheckpointError(
@@ -213,18 +215,24 @@ def expected_placements(config: Mapping[str, Any], names: Collection[str] = ()) 
         Placement(name, None, tuple(value.shape), matrix=False, value=value)
         for name, value in (rope_tensors(rope) if rope else {}).items()
     ]
-    outer = [*arch.outer, *_head(config, arch)]
+    outer = [module for module in arch.outer if not module.needs or measured.of(module.needs)]
     marks = attends(config, arch, measured.layers)
     blocks = [
-        _in_block(module, index)
+        (_in_block(module, index), block_sizes)
         for index in range(measured.layers)
+        for block_sizes in [arch.in_block(config, measured, index, names)]
         for module in arch.blocks
-        if _present(module, index, config, measured)
+        if _present(module, index, config, block_sizes)
         and (not module.mixer or (module.mixer == "attention") == marks[index])
-    ] + _nextn_modules(config, arch, measured, names)
+    ]
+    blocks += _nextn_modules(config, arch, measured, names)
     outside, inside = (
-        [placement for module in modules for placement in _tensors(config, arch, measured, module, rows)]
-        for modules in (outer, blocks)
+        [
+            placement
+            for module, block_sizes in modules
+            for placement in _tensors(config, arch, block_sizes, module, rows)
+        ]
+        for modules in ([(module, measured) for module in [*outer, *_head(config, arch)]], blocks)
     )
     return outside + computed + inside
 
@@ -248,25 +256,27 @@ def nextn_count(arch: Architecture, layers: int, names: Collection[str]) -> int:
 
 def _nextn_modules(
     config: Mapping[str, Any], arch: Architecture, measured: Sizes, names: Collection[str]
-) -> list[ModuleMapping]:
-    """The modules of the blocks that predict further tokens: a block with attention, and what joins it."""
-    modules: list[ModuleMapping] = []
+) -> list[tuple[ModuleMapping, Sizes]]:
+    """The modules of the blocks that predict further tokens, with the sizes of their block: a block with
+    attention, and what joins it."""
+    modules: list[tuple[ModuleMapping, Sizes]] = []
     for position in range(nextn_count(arch, measured.layers, names)):
         assert arch.nextn is not None, "they were counted"
         index, inside = measured.layers + position, arch.nextn.stored.format(position)
+        block_sizes = arch.in_block(config, measured, index, names)
         for module in arch.blocks:
-            if module.mixer != "state" and _present(module, index, config, measured):
+            if module.mixer != "state" and _present(module, index, config, block_sizes):
                 moved = (
                     replace(module, stored=module.stored.replace("layers.{}", inside, 1))
                     if inside
                     else module
                 )
-                modules.append(_in_block(moved, index))
+                modules.append((_in_block(moved, index), block_sizes))
         for module in (
             _in_block(module, index) for module in arch.nextn.modules if not (inside and position)
         ):
             if not module.optional or any(name in names for name in _both_names(module, arch)):
-                modules.append(module)
+                modules.append((module, block_sizes))
     return modules
 
 
@@ -285,17 +295,24 @@ def _in_block(module: ModuleMapping, index: int) -> ModuleMapping:
 
 
 def _orders(arch: Architecture, measured: Sizes) -> dict[str, Tensor]:
-    """Row orders by name."""
-    orders = sorted({module.order for module in arch.blocks if module.order})
+    """Orders of rows and inputs by name; none for heads that are in order."""
     heads = {"q": measured.heads, "k": measured.kv_heads}
-    return {
-        order: paired(heads[order], measured.head)
-        if order in heads
-        else sorted_delta(*(measured.of(f"delta_{of}") for of in ("groups", "heads", "state")))
-        if order == "delta"
-        else sorted_groups(measured.heads, measured.kv_heads, measured.head)
-        for order in orders
-    }
+    groups, values, width = (measured.more.get(f"delta_{of}", 0) for of in ("groups", "heads", "state"))
+    orders = sorted({order for module in arch.blocks for order in (module.order, module.columns) if order})
+    order_of = {}
+    for order in orders:
+        if order in heads:
+            order_of[order] = paired(heads[order], measured.head)
+        elif order == "delta":
+            order_of[order] = sorted_delta(groups, values, width)
+        elif order == "groups":
+            order_of[order] = sorted_groups(measured.heads, measured.kv_heads, measured.head)
+        elif groups != values:
+            order_of[order] = tiled(groups, values, 1 if order == "tiled heads" else width)
+            if order == "tiled qkv":
+                keys = 2 * groups * width
+                order_of[order] = torch.cat([torch.arange(keys), keys + order_of[order]])
+    return order_of
 
 
 def _head(config: Mapping[str, Any], arch: Architecture) -> list[ModuleMapping]:
@@ -333,14 +350,17 @@ def _tensors(
         shape,
         transposed=module.transposed and not module.stacked,
         rows=rows.get(module.order),
+        columns=rows.get(module.columns),
+        stored_rows=measured.of(module.rows) if module.rows else 0,
         plus=module.plus,
         matrix=module.matrix,
         form=tuple(measured.of(size) for size in module.form),
         negative_exp=module.negative_exp,
         scales=multipliers(config, module.scales, measured.ssm_rows),
+        unused=module.unused,
     )
     if module.experts:
-        count = measured.of("experts")
+        count = measured.of(module.count)
         for expert in range(count):
             part = _part(module, shape, measured, expert if module.stacked else None)
             name = str(weight.stored).format(expert)
@@ -416,6 +436,12 @@ def sorted_groups(heads: int, kv_heads: int, width: int) -> Tensor:
     count = heads // kv_heads
     groups = torch.arange((heads + 2 * kv_heads) * width).view(kv_heads, count + 2, width)
     return torch.cat([groups[:, :count].reshape(-1), groups[:, count].reshape(-1), groups[:, -1].reshape(-1)])
+
+
+def tiled(groups: int, heads: int, width: int) -> Tensor:
+    """Order (heads * width,) from heads of values that lie beside their head of keys to the first of every
+    head of keys, the second of every one, ..."""
+    return torch.arange(heads * width).view(groups, heads // groups, width).transpose(0, 1).reshape(-1)
 
 
 def sorted_delta(groups: int, heads: int, width: int) -> Tensor:

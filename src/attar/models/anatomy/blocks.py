@@ -26,6 +26,8 @@ def read_block(config: Any, index: int, name: str, block: nn.Module) -> Block:
     Raises:
         ModelError: a part was not layout, or shapes and config contradict each other.
     """
+    if getattr(config, "is_heterogeneous", False):  # its numbers are not those of all blocks
+        config = config.per_layer_config[index]
     layout = find_experts(block)
     others = other_mixers(block)
     left = {path: module for path, module in block.named_modules() if is_linear(module)}
@@ -115,6 +117,8 @@ def read_mixer(
         kinds.append("linear attention")
     elif sublayer.paths("q") and sublayer.only("q").out_features == 2 * sublayer.only("o").in_features:
         kinds.append("gated attention")  # queries and a gate for each of their channels share a projection
+    elif sublayer.paths("q") and not (sublayer.paths("k") and sublayer.paths("v")):
+        kinds.append("attention without its own keys and values")
     elif others:
         kinds.append("attention")
     if kinds:

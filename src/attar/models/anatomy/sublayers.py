@@ -101,7 +101,9 @@ def read_mlp(config: Any, sublayer: Sublayer, *, sized: bool = True) -> Mlp:
             raise sublayer.error(
                 f"{sublayer.where} does not add up: {part.name} misses the {n} columns of down"
             )
-    sized = sized and not getattr(config, "block_auto_adjust_ff_dim", False)  # LFM2 rounds its config's
+    # LFM2 rounds its config's number, some blocks of Gemma 4 are twice as wide
+    keys = ("block_auto_adjust_ff_dim", "use_double_wide_mlp")
+    sized = sized and not any(getattr(config, key, False) for key in keys)
     sizes = [getattr(config, key, None) for key in (*NEURONS, DENSE_NEURONS)]
     if sized and any(isinstance(size, int) for size in sizes) and n not in sizes:
         raise sublayer.error(f"{sublayer.where} has {n} neurons, but the config says otherwise")
