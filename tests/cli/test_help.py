@@ -86,7 +86,7 @@ def options_of(verb: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("verb", "most"), [("distill", 61), ("serve", 48), ("recover", 46), ("train-head", 57)]
+    ("verb", "most"), [("distill", 61), ("serve", 49), ("recover", 46), ("train-head", 57)]
 )
 def test_a_verb_has_no_more_options_than_a_person_reads(verb: str, most: int) -> None:
     assert len(options_of(verb) | {"--help"}) <= most

@@ -11,8 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-import load_served_linears as served
-import torch
+from load_served_linears import reader as served
 
 
 def is_coded(config, name):
@@ -30,6 +29,5 @@ def read(folder, merged, names, engine):
 
 
 if __name__ == "__main__":
-    torch.cuda.get_device_capability = lambda *device: served.Capability(9, 0)  # where there is no GPU
-    sys.meta_path.insert(0, served.Finder(Path(sys.argv[1]), sys.argv[2]))
+    served.use(Path(sys.argv[1]), sys.argv[2])
     print(json.dumps([read(*item, sys.argv[2]) for item in json.loads(sys.argv[3])]))

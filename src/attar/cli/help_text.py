@@ -14,7 +14,7 @@ _HEADINGS = {
     "Sampling": "max_tokens temperature top_p top_k min_p min_tokens n stop stop_ids ignore_eos logprobs "
     "prompt_logprobs repetition_penalty presence_penalty frequency_penalty logit_bias skip_special_tokens",
     "Structured answers": "regex json_schema grammar",
-    "Engine": "runner activations weights dtype sequences step_tokens chunk",
+    "Engine": "engine runner activations weights dtype sequences step_tokens chunk",
     "KV cache": "kv_dtype kv_tokens eviction prefix_cache prefix_store prefix_first",
     "Speculation": "speculate draft drafts verification",
     "Text": "data sequence_length packing rows bos task predict",

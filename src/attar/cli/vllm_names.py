@@ -44,7 +44,7 @@ ELSEWHERE = {
     "max_num_seqs": "a line of the file of --limits has it, sequences",
     "max_num_batched_tokens": "a line of the file of --limits has it, step_tokens",
     "enable_chunked_prefill": "prompts are always read in chunks",
-    "tensor_parallel_size": "attar serves from one process; several behind a balancer: docs/deploy.md",
+    "tensor_parallel_size": "attar's engine is one process; --engine 'vllm -tp 2': vLLM",
     "pipeline_parallel_size": "attar serves from one process",
     "quantization": "the model's own files say how it is quantized",
     "trust_remote_code": "attar runs no code of a checkpoint",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ import httpx
 
 from tests.serving.http.real import COMPLETIONS, body, refused, scraped
 from tests.serving.http.test_live import until
+from tests.serving.http.vllm.programs import asked, install
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +70,20 @@ async def load(url, clients, then, **more):
             await asyncio.sleep(0.02)
         first_lines = await then(http)
         return await asyncio.gather(*tasks), first_lines
+
+
+def test_vllm_behind_the_server_and_its_end(tmp_path, monkeypatch):
+    """attar:tiny by a fake vLLM: lines, answers, and SIGTERM ends both."""
+    log = install(tmp_path, monkeypatch)
+    with process(tmp_path, "--engine", "vllm --seed 3", "--kv-dtype", "fp8") as (url, child):
+        assert re.search(r"^weights +dense$", first_lines(tmp_path), re.MULTILINE)
+        assert httpx.post(url + COMPLETIONS, json=body()).json()["choices"][0]["text"] == "one two three"
+        assert httpx.get(f"{url}/attar/state").json()["kv_dtype"] == "fp8"
+        options = asked(log)[0]["options"]
+        assert options[options.index("--kv-cache-dtype") + 1] == "fp8" and "--seed" in options
+        socket = options[-1]
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0 and not Path(socket).exists()
 
 
 def limits(folder, **values):

@@ -66,7 +66,7 @@ def serve(
 
     Raises:
         MissingExtraError: fastapi, uvicorn or prometheus-client is not installed; or grpcio, where other
-            services take part.
+            services take part; or vllm, where it is the engine.
         ModelError: the model has no tokenizer.
         RecipeError: the file of limits is wrong; names file and line.
         SettingsError: there is no parser of this name; or others could load adapters without a key.
@@ -128,7 +128,7 @@ def serve(
         tracer=tracer_of_environment(os.environ, show),
     )
     try:
-        SERVERS[services.role](command)
+        SERVERS["vllm" if settings.engine != "attar" else services.role](command)
     finally:
         command.tracer.close()
 

@@ -101,6 +101,7 @@ def create_app(
     adapters: Sequence[LoadedAdapter] = (),
     source: str = "",
     tracer: RequestTracer | None = None,
+    forward: APIRouter | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -119,6 +120,7 @@ def create_app(
         adapters: the adapters that the model has already.
         source: folder, file or hub id of the model.
         tracer: of the requests' spans.
+        forward: paths that another server answers, in place of attar's own.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -167,6 +169,8 @@ def create_app(
 
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service, app.state.models = service, models
+    if forward is not None:
+        app.include_router(forward)
     app.include_router(make_routes(models, second))
     add_running(app.router, page=settings.page)
     if settings.page:

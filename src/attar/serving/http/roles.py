@@ -4,6 +4,7 @@ None          an engine; with ``draft_endpoint`` its drafts come from services
 draft         drafts for others over gRPC; HTTP has its health and metrics
 target        an engine for coordinators over gRPC, and an ordinary server over HTTP
 coordinator   the API of a target and its draft services; it has a tokenizer and no weights
+vllm          vLLM's server as a child process, whose /v1 passes through (vllm/)
 
 An encoder is served for its embeddings or scores.
 """
@@ -16,10 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fastapi import APIRouter
+
 from attar.chat_template import PLAIN_NOTE
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.geometry import geometry
 from attar.errors import ModelError, SettingsError
+from attar.runtime.admission import Limits
 from attar.runtime.encoder import is_encoder
 from attar.runtime.llm import LLM
 from attar.serving.http.app import create_app
@@ -163,11 +167,40 @@ def serve_coordinator(command: ServeCommand) -> None:
         _run(command, backend, tokenizer, {"model": command.model, "role": "coordinator"}, embedder=embedder)
 
 
+def serve_vllm(command: ServeCommand) -> None:
+    """attar's page, keys and limits in front of vLLM's server."""
+    from attar.runtime.loading import tokenizer_of
+    from attar.serving.http.vllm.flags import vllm_options
+    from attar.serving.http.vllm.forward import SEQUENCES, VllmBackend, make_forward
+    from attar.serving.http.vllm.loads import check_loads
+    from attar.serving.http.vllm.process import find_vllm, running
+
+    vllm, checkpoint = find_vllm(), open_checkpoint(command.model)
+    checked, tokenizer = check_loads(checkpoint, vllm), tokenizer_of(checkpoint)
+    if tokenizer is None:
+        raise ModelError(f"{command.model} has no tokenizer, so it cannot be served")
+    options = vllm_options(command, checkpoint, command.template or tokenizer.chat_template or "")
+    command.show(f"{'engine':<12}vllm serve {' '.join(options)}")
+    command.show(f"{'weights':<12}{checked}")
+    shape, limits = geometry(checkpoint.config, ""), command.options.get("limits")
+    context = min(filter(None, (command.options.get("kv_tokens"), shape.context)), default=None)
+    with ExitStack() as stack:
+        with command.progress.task("load", total=1) as task:
+            server = stack.enter_context(running(vllm, str(checkpoint.path), options))
+            task.advance()
+        given = (limits or Limits()).sequences
+        sequences = SEQUENCES if given == Limits().sequences else given
+        backend = VllmBackend(server, context, shape.vocabulary or len(tokenizer), sequences)
+        facts = {"model": command.model, "engine": "vllm", "kv_dtype": command.options.get("kv_dtype", "")}
+        _run(command, backend, tokenizer, facts, forward=make_forward(backend))
+
+
 SERVERS: dict[str | None, Callable[[ServeCommand], None]] = {
     None: serve_ordinary,
     "draft": serve_draft,
     "target": serve_target,
     "coordinator": serve_coordinator,
+    "vllm": serve_vllm,
 }
 
 
@@ -263,6 +296,7 @@ def _run(
     second: ServedModel | None = None,
     embedder: Embedder | None = None,
     adapters: Sequence[LoadedAdapter] = (),
+    forward: APIRouter | None = None,
 ) -> None:
     settings = command.settings
     named, budget = named_models(command)
@@ -284,8 +318,9 @@ def _run(
         compare=second,
         named=named,
         budget=budget,
-        lora=command.lora,
+        lora=None if forward is not None else command.lora,
         adapters=adapters,
+        forward=forward,
         source=command.model,
         tracer=command.tracer,
     )

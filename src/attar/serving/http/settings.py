@@ -18,6 +18,7 @@ from attar.serving.services.trace import RequestTracer
 VERSION = 1
 MIB = 1 << 20
 UNIX = "unix:"
+ENGINES = ("attar", "vllm")
 
 
 def is_key(text: object) -> bool:
@@ -95,6 +96,13 @@ class ServerSettings(LimitSettings):
     compare: str = field(
         default="", metadata={"help": "a second model, for comparisons: same options, without speculation"}
     )
+    engine: str = field(
+        default="attar",
+        metadata={
+            "help": "attar, or vllm: vLLM's server as a child process, behind this one; its own options "
+            "follow in the same text: 'vllm -tp 2'"
+        },
+    )
     page: bool = field(default=True, metadata={"help": "a page for people at /"})
     log_prompts: bool = field(default=False, metadata={"help": "write prompts to the log"})
 
@@ -109,6 +117,8 @@ class ServerSettings(LimitSettings):
                 )
         if not self.host or self.host == UNIX:
             raise SettingsError("host", self.host, "an address or a name")
+        if self.engine.partition(" ")[0] not in ENGINES:
+            raise SettingsError("engine", self.engine, "attar, or vllm and options of its own")
 
     @property
     def share(self) -> float:
