@@ -2,15 +2,19 @@
 scheduling at once, and no state outlives its sequence."""
 
 import copy
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from attar.errors import SettingsError
+from attar.kernels.build import load as build_kernels
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
+from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.build import make_speculator
@@ -24,13 +28,23 @@ from attar.serving.http.backend import EngineBackend
 from tests import tiny_models
 from tests.runtime.driving import greedy
 
+COMPILER = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ compiler")
 LENGTHS = (30, 9, 17, 1, 26)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-def llm(family, blocks=14, speculate=None, **changes):
-    plain = tiny_models.build(family, **changes)
-    loaded = Loaded(Modules(copy.deepcopy(plain), blocks=blocks, block_size=4))
+def llm(name, blocks=14, speculate=None):
+    """``lfm2 compiled``: by the compiled step, whose blocks are of 16 tokens."""
+    family, _, kind = name.partition(" ")
+    plain = tiny_models.build(family)
+    if kind:
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.copy_(parameter.bfloat16().float())
+        settings = {"kv_dtype": "float32", "bits": 16, "threads": 2}
+        loaded = Loaded(compiled(plain.config, plain.state_dict(), blocks=blocks // 2, **settings))
+    else:
+        loaded = Loaded(Modules(copy.deepcopy(plain), blocks=blocks, block_size=4))
     speculator = None
     if speculate is not None:
         draws = SuffixProposer() if speculate == "suffix" else load_self_draft(None, loaded, way="layers")
@@ -51,6 +65,9 @@ def prompts(model):
     [
         ("qwen3_5", None),
         ("lfm2", "suffix"),
+        pytest.param("lfm2 compiled", "suffix", marks=COMPILER),
+        pytest.param("lfm2_moe compiled", None, marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("lfm2 compiled", "self", marks=(COMPILER, pytest.mark.slow)),
         pytest.param("qwen3_5", "suffix", marks=pytest.mark.slow),
         pytest.param("falcon_h1", "suffix", marks=pytest.mark.slow),
         pytest.param("jamba", "self", marks=pytest.mark.slow),
@@ -59,9 +76,9 @@ def prompts(model):
 )
 def test_completions_with_chunks_preemption_and_drafts(family, speculate):
     plain, model = llm(family, speculate=speculate)
-    texts = prompts(plain)
-    results = model.generate(texts, GREEDY)
-    assert [result.token_ids for result in results] == [tuple(greedy(plain, text, 8)) for text in texts]
+    texts, count = prompts(plain), 24 if "compiled" in family else 8  # until blocks are missing
+    results = model.generate(texts, dataclasses.replace(GREEDY, max_tokens=count))
+    assert [result.token_ids for result in results] == [tuple(greedy(plain, text, count)) for text in texts]
     assert model.engine.scheduler.preemptions
     speculator = model.engine.speculator
     assert speculator is None or (speculator.counts.drafted and speculator.failure is None)
@@ -69,18 +86,20 @@ def test_completions_with_chunks_preemption_and_drafts(family, speculate):
     assert not model.engine.runner.states.sequences
 
 
-def test_samples_fork_the_states_of_their_prompt():
-    plain, model = llm("lfm2", blocks=64)
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("lfm2 compiled", marks=COMPILER)])
+def test_samples_fork_the_states_of_their_prompt(family):
+    plain, model = llm(family, blocks=64)
     text = prompts(plain)[0]
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=6, n=3)
     together = model.generate([text], params)[0]
-    apart = llm("lfm2", blocks=64)[1].generate([text], params)[0]
+    apart = llm(family, blocks=64)[1].generate([text], params)[0]
     assert [sample.token_ids for sample in together.samples] == [sample.token_ids for sample in apart.samples]
     assert len({sample.token_ids for sample in together.samples}) == 3
 
 
-def test_a_cancelled_request_leaves_no_state():
-    plain, model = llm("lfm2")
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("lfm2 compiled", marks=COMPILER)])
+def test_a_cancelled_request_leaves_no_state(family):
+    plain, model = llm(family)
     engine = model.engine
     ids = [engine.add(text, GREEDY) for text in prompts(plain)]
     for _ in range(3):
@@ -92,12 +111,19 @@ def test_a_cancelled_request_leaves_no_state():
     assert not engine.runner.states.sequences
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5", marks=pytest.mark.slow)])
-def test_prefixes_are_reused_up_to_a_snapshot(family):
+@pytest.mark.parametrize(
+    ("family", "at"),
+    [
+        ("lfm2", 28),
+        pytest.param("lfm2 compiled", 16, marks=COMPILER),
+        pytest.param("qwen3_5", 28, marks=pytest.mark.slow),
+    ],
+)
+def test_prefixes_are_reused_up_to_a_snapshot(family, at):
     """At the last full block of an earlier prompt, and nowhere else."""
     plain, model = llm(family, blocks=64)
-    text = prompts(plain)[0]  # 30 tokens: snapshots at 28
-    other, short = [*text[:29], 7, 8], [*text[:24], 9]
+    text = prompts(plain)[0]  # 30 tokens
+    other, short = [*text[: at + 1], 7, 8], [*text[: at - 4], 9]
     first = model.generate([text], GREEDY)[0]
     hit = []
     for again in (text, other, short):
@@ -105,7 +131,7 @@ def test_prefixes_are_reused_up_to_a_snapshot(family):
         result = model.generate([again], GREEDY)[0]
         assert result.token_ids == tuple(greedy(plain, again, 8))
         hit.append(model.engine.scheduler.manager.stats.hit - before)
-    assert first.token_ids == tuple(greedy(plain, text, 8)) and hit == [28, 28, 0]
+    assert first.token_ids == tuple(greedy(plain, text, 8)) and hit == [at, at, 0]
 
 
 def test_what_states_exclude_is_refused():

@@ -34,6 +34,19 @@ KV_BITS = {"int4": 4, "int8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
 KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4, "int4": 5}  # of KV cache and embedding
 
 
+@dataclass(frozen=True)
+class ConvolutionWeights:
+    """A short causal convolution of each channel (LFM2), in the place of attention.
+
+    Attributes:
+        kernel: float32 (width, hidden), what the oldest input is multiplied by first.
+        bias: float32 (hidden,).
+    """
+
+    kernel: Tensor
+    bias: Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """A layer. Norms are float32 (hidden,) or, of queries and keys, (head_dim,), over all heads together with
@@ -41,7 +54,7 @@ class LayerWeights:
 
     Attributes:
         qkv: rows of queries, keys and values, head by head; with latents: of queries or of their latents, of
-            keys' latents, of the rotated key.
+            keys' latents, of the rotated key; of a convolution: B, C and x of csrc/decode/step.h.
         out: attention's output projection.
         gate_up: rows of the gate, then rows of up; None with a mixture.
         down: the MLP's output projection; None with a mixture.
@@ -50,6 +63,7 @@ class LayerWeights:
         window: keys that a token sees, its own included; 0: all.
         sinks: float32 (heads,), a score of each head that has no value (gpt-oss).
         latents: of attention with latents (MLA); the model has their shape.
+        convolution: in the place of attention.
     """
 
     before_attention: Tensor
@@ -67,6 +81,7 @@ class LayerWeights:
     key_norm: Tensor | None = None
     sinks: Tensor | None = None
     latents: LatentWeights | None = None
+    convolution: ConvolutionWeights | None = None
 
     @property
     def products(self) -> list[PackedWeight]:
@@ -134,8 +149,19 @@ class ModelWeights:
     @property
     def rotary(self) -> int:
         """Dimensions of a head that are rotated; 0: none."""
-        table = self.layers[0].rotary
-        return 0 if table is None else table.shape[1]
+        return next((layer.rotary.shape[1] for layer in self.layers if layer.rotary is not None), 0)
+
+    @property
+    def cached(self) -> int:
+        """Layers with keys and values."""
+        return sum(layer.convolution is None for layer in self.layers)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Numbers that a sequence carries: (width - 1, convolutions, hidden); zeros without convolutions."""
+        widths = {len(layer.convolution.kernel) for layer in self.layers if layer.convolution is not None}
+        assert len(widths) < 2, f"convolutions of {sorted(widths)} inputs"
+        return max(widths, default=1) - 1, len(self.layers) - self.cached, self.hidden
 
     @property
     def context(self) -> int | None:
@@ -194,9 +220,9 @@ class Program:
         self.bits, self.kv_dtype = bits, kv_dtype
         nbytes = pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype)
         assert pool is None or len(pool) >= nbytes, "a pool of another shape"
-        self.pool = huge_pages(nbytes) if pool is None else pool
+        self.pool = huge_pages(max(nbytes, 1)) if pool is None else pool
         self._parts = [_parts(layer) for layer in weights.layers]
-        layers = map(_layer, weights.layers, self._parts)
+        layers = map(_layer, weights.layers, self._parts, _indices(weights))
         self._layers = (structures.LayerStruct * len(weights.layers))(*layers)
         self._model = self._structure(bits, kv_dtype)
         if rotation is not None:
@@ -231,7 +257,8 @@ class Program:
         return program
 
     def run(self, tokens: StepTokens) -> Tensor:
-        """Copy blocks, write keys and values, attend: logits float32 (len(rows), vocabulary).
+        """Copy blocks, write keys and values, attend: logits float32 (len(rows), vocabulary). ``tokens`` must
+        have states and inputs of the model's shape, or none.
 
         Raises:
             MemoryError: no memory for intermediate results. The cache may be written in part; the same step
@@ -240,6 +267,15 @@ class Program:
         """
         assert self._library is not None and self._handle is not None, "run after close"
         logits = torch.empty(len(tokens.rows), self.weights.vocabulary)
+        shape = self.weights.state_shape
+        for tensor, wanted in (
+            (tokens.states, (len(tokens.counts), *shape)),
+            (tokens.inputs, (len(tokens.keep), *shape[1:])),
+        ):
+            assert tensor is None or (tensor.shape == wanted and tensor.is_contiguous()), (
+                f"states {tensor.shape}"
+            )
+        assert tokens.inputs is not None or not len(tokens.keep), "kept inputs without room"
         batch, arrays = batch_struct(tokens, logits)
         structures.raise_for(self._library.attar_run(self._handle, ctypes.byref(batch)), "a step")
         del arrays
@@ -278,13 +314,13 @@ class Program:
     def block(self, index: int) -> Tensor:
         """A block of the pool, uint8 (layers, bytes): a view."""
         nbytes = pool_bytes(self.weights, self.blocks, self.block_size, kv_dtype=self.kv_dtype)
-        return self.pool[:nbytes].view(len(self.weights.layers), self.blocks, -1)[:, index]
+        return self.pool[:nbytes].view(self.weights.cached, self.blocks, -1)[:, index]
 
     def keys(self, slots: NDArray[np.int64]) -> Tensor:
         """Keys of slots, float32 (layers, len(slots), kv_heads, head_dim), of a float32 pool."""
         assert self.kv_dtype == "float32", f"keys of {self.kv_dtype}"
         w = self.weights
-        shape = (len(w.layers), self.blocks, w.kv_heads, 2, self.block_size // TILE, -1, TILE)
+        shape = (w.cached, self.blocks, w.kv_heads, 2, self.block_size // TILE, -1, TILE)
         halves = self.pool[: pool_bytes(w, self.blocks, self.block_size, kv_dtype="float32")].view(
             torch.float32
         )
@@ -294,7 +330,7 @@ class Program:
     def _rotate(self, matrix: Tensor, shift: Tensor) -> None:
         """H (head_dim, head_dim) and c (layers, kv_heads, head_dim), float32, for the library."""
         n = self.weights.head_dim
-        assert shift.shape == (len(self.weights.layers), self.weights.kv_heads, n) and matrix.shape == (n, n)
+        assert shift.shape == (self.weights.cached, self.weights.kv_heads, n) and matrix.shape == (n, n)
         room = (0, -n % (2 * TILE))
         self._padded = [pad(x, room).contiguous() for x in (matrix, shift, shift @ matrix)]
         for name, tensor in zip(("rotation", "shift", "rotated_shift"), self._padded, strict=True):
@@ -322,6 +358,8 @@ class Program:
         )
         for name in (*structures.SIZES, *structures.FLOATS):
             setattr(model, name, getattr(w, name))
+        width, model.convolutions, _ = w.state_shape
+        model.cached, model.width = w.cached, width + 1
         if w.latent is not None:
             for name in structures.LATENT_SIZES:
                 setattr(model, name, getattr(w.latent, name))
@@ -339,7 +377,7 @@ def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, kv_dtype:
     if latent is not None:
         size, rows = latent.rank + weights.rotary, 1
     per_token = -(-size // unit) * unit * KV_BITS[kv_dtype] // 8 + (4 if four or kv_dtype == "int8" else 0)
-    return len(weights.layers) * blocks * block_size * rows * per_token
+    return weights.cached * blocks * block_size * rows * per_token
 
 
 def _parts(weights: LayerWeights) -> dict[str, tuple[Any, ...]]:
@@ -348,8 +386,22 @@ def _parts(weights: LayerWeights) -> dict[str, tuple[Any, ...]]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _layer(weights: LayerWeights, parts: dict[str, tuple[Any, ...]]) -> structures.LayerStruct:
-    layer = structures.LayerStruct(window=weights.window)
+def _indices(weights: ModelWeights) -> list[int]:
+    """Of each layer among those with keys and values, or among the convolutions."""
+    counts = {True: 0, False: 0}
+    indices = []
+    for layer in weights.layers:
+        cached = layer.convolution is None
+        indices.append(counts[cached])
+        counts[cached] += 1
+    return indices
+
+
+def _layer(weights: LayerWeights, parts: dict[str, tuple[Any, ...]], index: int) -> structures.LayerStruct:
+    layer = structures.LayerStruct(window=weights.window, index=index)
+    if weights.convolution is not None:
+        layer.kernel = structures.address(weights.convolution.kernel)
+        layer.conv_bias = structures.address(weights.convolution.bias)
     for name in (*structures.NORMS, "rotary"):
         setattr(layer, name, structures.address(getattr(weights, name)))
     for name in structures.PRODUCTS:
@@ -383,7 +435,8 @@ def _check(weights: ModelWeights, block_size: int) -> None:
     _check_tensor("mask", weights.mask, (hidden,))
     for layer in weights.layers:
         _check_products(weights, layer)
-        assert (layer.rotary is None) == (turned == 0), "some layers have positions, some have none"
+        attends = layer.convolution is None
+        assert not attends or (layer.rotary is None) == (turned == 0), "some layers have no positions"
         for name, shape in _layer_shapes(weights, layer).items():
             _check_tensor(name, getattr(layer, name), shape)
 
@@ -427,7 +480,15 @@ def _check_products(weights: ModelWeights, layer: LayerWeights) -> None:
         "qkv": (heads + 2 * weights.kv_heads * weights.head_dim, hidden),
         "out": (hidden, heads),
     }
-    assert (layer.latents is None) == (weights.latent is None), "some layers have latents, some have none"
+    if layer.convolution is not None:
+        expected = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden)}
+        width, _, _ = weights.state_shape
+        _check_tensor("kernel", layer.convolution.kernel, (width + 1, hidden))
+        _check_tensor("bias of a convolution", layer.convolution.bias, (hidden,))
+        if layer.latents is not None or layer.after_attention is not None:
+            raise ModelError("a convolution with latents, or a norm after it")
+    else:
+        assert (layer.latents is None) == (weights.latent is None), "some layers have latents, some have none"
     if weights.latent is not None and layer.latents is not None:
         if layer.window or layer.sinks is not None or weights.soft_cap:
             raise ModelError("latents with a window, sinks or a soft cap")

@@ -67,7 +67,8 @@ class LayerStruct(ctypes.Structure):
         *((name, POINTER) for name in (*NORMS, "rotary")),
         ("window", LONG),
         *((name, LinearStruct) for name in PRODUCTS),
-        *((name, POINTER) for name in ("mixture", "latents")),
+        *((name, POINTER) for name in ("mixture", "latents", "kernel", "conv_bias")),
+        ("index", LONG),
     ]
 
 
@@ -81,6 +82,7 @@ class ModelStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, LONG) for name in ("layers", *SIZES, *LATENT_SIZES)),
+        *((name, LONG) for name in ("cached", "convolutions", "width")),
         *((name, LONG) for name in ("block_size", "blocks", "embeddings", "context")),
         *((name, FLOAT) for name in (*FLOATS, "latent_eps")),
         *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
@@ -93,7 +95,7 @@ class ModelStruct(ctypes.Structure):
     ]
 
 
-COUNTS = ("tokens", "spans", "logit_rows", "copies", "block_count", "mask_size")
+COUNTS = ("tokens", "spans", "logit_rows", "copies", "block_count", "mask_size", "kept")
 LISTS = ("ids", "positions", "slots", "span", "first", "past", "table", "block", "tree", "mask", "count")
 
 
@@ -102,7 +104,7 @@ class BatchStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, LONG) for name in COUNTS),
-        *((name, POINTER) for name in (*LISTS, "rows", "copy", "logits")),
+        *((name, POINTER) for name in (*LISTS, "rows", "copy", "keep", "states", "inputs", "logits")),
     ]
 
 
@@ -163,6 +165,10 @@ class StepTokens:
         rows: tokens whose logits are returned.
         copies: (from, to) blocks copied before the step.
         trees: per sequence None, or bool (count, count): row's token sees column's token, itself included.
+        keep: tokens whose inputs of convolutions are written to ``inputs``.
+        states: float32 (spans, width - 1, convolutions, hidden), inputs of the convolutions before each span;
+            None: zeros.
+        inputs: float32 (len(keep), convolutions, hidden), filled by the step.
     """
 
     ids: Int64s
@@ -174,6 +180,9 @@ class StepTokens:
     rows: Int64s
     copies: Sequence[tuple[int, int]] = ()
     trees: Sequence[NDArray[np.bool_] | None] = field(default=())
+    keep: Int64s = ()
+    states: Tensor | None = None
+    inputs: Tensor | None = None
 
 
 def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[Any]]:
@@ -195,6 +204,7 @@ def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[
         "count": counts,
         "rows": tokens.rows,
         "copy": [block for pair in tokens.copies for block in pair],
+        "keep": tokens.keep,
     }
     array, addresses = joined(lists, np.int64)
     lengths_of_tokens = (len(tokens.ids), len(tokens.positions), len(tokens.slots))
@@ -203,19 +213,20 @@ def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[
     )
     assert len(tokens.past) == len(tokens.blocks) == spans, f"{len(tokens.blocks)} tables of {spans} spans"
     assert len(tokens.trees) in (0, spans), f"{len(tokens.trees)} trees of {spans} spans"
-    numbers = (total, spans, len(tokens.rows), len(tokens.copies), sum(lengths), len(mask))
-    masks = mask.ctypes.data if len(mask) else None
-    return BatchStruct(*numbers, mask=masks, logits=logits.data_ptr(), **addresses), [array, mask]
+    numbers = (total, spans, len(tokens.rows), len(tokens.copies), sum(lengths), len(mask), len(tokens.keep))
+    addresses |= {"mask": mask.ctypes.data if len(mask) else None, "logits": logits.data_ptr()}
+    addresses |= {"states": address(tokens.states), "inputs": address(tokens.inputs)}
+    return BatchStruct(*numbers, **addresses), [array, mask]
 
 
 def joined(
     lists: Mapping[str, Sequence[float] | NDArray[Any]], dtype: type[np.generic]
-) -> tuple[NDArray[Any], dict[str, int]]:
+) -> tuple[NDArray[Any], dict[str, int | None]]:
     """One array of all lists, and the address of each in it: asking an array for its address takes as long
     as filling several."""
     array = np.empty(sum([len(values) for values in lists.values()]), dtype)
     base, size, at = array.ctypes.data, array.itemsize, 0
-    addresses = {}
+    addresses: dict[str, int | None] = {}
     for name, values in lists.items():
         stop = at + len(values)
         array[at:stop] = values

@@ -192,8 +192,7 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
     )
     token_bytes = pool_bytes(model, 1, 1, kv_dtype=kv_dtype)
     token_bytes += HiddenPool.token_bytes(len(settings.hidden_layers), model.hidden)
-    table = model.layers[0].rotary
-    tokens = settings.kv_tokens or pool_tokens(token_bytes, None if table is None else len(table))
+    tokens = settings.kv_tokens or pool_tokens(token_bytes, model.context)
     blocks = -(-tokens // settings.block_size)
     size, bits = settings.block_size, settings.bits
     runner = Compiled(model, blocks=blocks, block_size=size, kv_dtype=kv_dtype, bits=bits)

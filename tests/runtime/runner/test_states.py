@@ -1,5 +1,5 @@
-"""Layers that carry states, through the modules runner: logits and greedy tokens are transformers' own, alone
-and in mixed batches, whatever the step looks like."""
+"""Layers that carry states, through the modules runner and the compiled step: logits and greedy tokens are
+transformers' own, alone and in mixed batches, whatever the step looks like."""
 
 import copy
 import dataclasses
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from attar.errors import ModelError
+from attar.kernels.build import load as build_kernels
+from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
@@ -19,6 +21,10 @@ from tests.runtime.driving import Driver, greedy
 
 FEW = ("qwen3_next", "lfm2", "falcon_h1", "jamba", "mamba2")  # delta rule, convolution, both, Mamba 1, alone
 OTHERS = ("granitemoehybrid", "lfm2_moe", *(family for family in tiny_models.STATEFUL if family not in FEW))
+COMPILED = ("lfm2 compiled", "lfm2_moe compiled")
+if build_kernels("decode") is not None:
+    FEW = (*FEW, COMPILED[0])
+    OTHERS = (*OTHERS, COMPILED[1])
 FAMILIES = (*FEW, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS))
 SMALL = {"mamba2": {"chunk_size": 8}, "falcon_h1": {"mamba_chunk_size": 8}}  # several chunks of a prompt
 PROMPTS = [21, 5, 13, 1]
@@ -27,12 +33,21 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-3}  # of logits up to 5, chunked sums against 
 
 
 @functools.cache
-def case(family):
+def case(name):
     """The plain model, a runner, the prompts and what transformers answers."""
+    family, _, kind = name.partition(" ")
     plain = tiny_models.build(family, **SMALL.get(family, {}))
+    if kind:
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.copy_(parameter.bfloat16().float())
     prompts = [tiny_models.tokens(plain, batch=1, length=n, seed=n)[0].tolist() for n in PROMPTS]
     wanted = [greedy(plain, prompt, COUNT) for prompt in prompts]
-    return plain, Modules(copy.deepcopy(plain), blocks=64, block_size=4), prompts, wanted
+    if kind:
+        runner = compiled(plain.config, plain.state_dict(), blocks=64, threads=2, kv_dtype="float32", bits=16)
+    else:
+        runner = Modules(copy.deepcopy(plain), blocks=64, block_size=4)
+    return plain, runner, prompts, wanted
 
 
 def span(start, stop, wants=None, *, sequence=0, drafts=0):
@@ -101,9 +116,11 @@ def test_rejected_drafts_leave_no_trace(family):
         done += 1 + right
 
 
-def test_drafts_that_were_run_may_be_rejected_later():
+@pytest.mark.parametrize("family", ["qwen3_next", *COMPILED[:1]])
+def test_drafts_that_were_run_may_be_rejected_later(family):
     """As a draft model runs them: one token a pass, none of them certain."""
-    plain, runner, prompts, _ = case("qwen3_next")
+    plain, runner, prompts, _ = case(family)
+    runner.forget(0)
     prompt, drafts = prompts[0], [7, 8, 9]
     runner.run(StepInput(prompt, (span(0, 21, 1),)))
     for index, token in enumerate(drafts, 1):
@@ -132,8 +149,9 @@ def test_a_step_that_fails_changes_no_state():
     torch.testing.assert_close(rows, want, **CLOSE)
 
 
-def test_tokens_without_the_states_before_them_are_an_error():
-    _, runner, prompts, _ = case("lfm2")
+@pytest.mark.parametrize("family", ["lfm2", *COMPILED[:1]])
+def test_tokens_without_the_states_before_them_are_an_error(family):
+    _, runner, prompts, _ = case(family)
     runner.forget(0)
     with pytest.raises(AssertionError, match="sequence 0 starts at 9 without states"):
         runner.run(StepInput(prompts[0][9:12], (span(9, 12),)))
@@ -183,6 +201,9 @@ def test_bytes_of_a_sequence():
     """LFM2: two convolutions of 64 channels and 3 inputs. Mamba 2: three layers of 8 x 16 x 16 numbers and a
     convolution of 160 channels and 4 inputs."""
     assert case("lfm2")[1].state_bytes == 2 * 64 * 3 * 4
+    assert (
+        case("lfm2 compiled")[1].state_bytes == 2 * 64 * 2 * 4
+    )  # without the newest, which is a token's own
     assert case("mamba2")[1].state_bytes == 3 * (8 * 16 * 16 + 160 * 4) * 4
     assert Modules(tiny_models.build("llama3"), blocks=2).state_bytes == 0
 

@@ -20,6 +20,7 @@ from attar.models.loading.device import pick_device
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.runner.compiled import KV_DTYPES
 from attar.runtime.runner.compiled_weights import check_config
+from attar.runtime.runner.convolution_weights import FAMILIES as CONVOLUTIONS
 from attar.runtime.runner.device.runner import KV_DTYPES as DEVICE_KV_DTYPES
 from attar.runtime.runner.expert_weights import is_router
 from attar.runtime.runner.latent_weights import FAMILIES as LATENTS
@@ -110,8 +111,9 @@ def why_not_device(checkpoint: Any, settings: RunnerSettings) -> str:
     """Why the device runner does not run a checkpoint; empty where it does. Reads no weights."""
     if settings.kv_dtype not in ("auto", *DEVICE_KV_DTYPES):
         return f"kv_dtype is {settings.kv_dtype}, and it keeps {' or '.join(DEVICE_KV_DTYPES)}"
-    if _latents(checkpoint):
-        return "its attention is of latents (MLA), which only the compiled step and modules do"
+    for families, layers in ((LATENTS, "attention of latents (MLA)"), (CONVOLUTIONS, "short convolutions")):
+        if checkpoint.config.get("model_type") in families:
+            return f"it has {layers}, which only the compiled step and modules run"
     return _evicting(settings) or _family(checkpoint) or _codes(Decoded(checkpoint), settings)
 
 
@@ -141,10 +143,6 @@ def _family(checkpoint: Any) -> str:
     return ""
 
 
-def _latents(checkpoint: Any) -> bool:
-    return checkpoint.config.get("model_type") in LATENTS
-
-
 def _codes(view: Decoded, settings: RunnerSettings) -> str:
     if not any(view.is_coded(name) for name in view.tensors):
         return ""
@@ -158,7 +156,7 @@ def _codes(view: Decoded, settings: RunnerSettings) -> str:
 def _model(checkpoint: Any, settings: RunnerSettings) -> str:
     view = Decoded(checkpoint)
     reason = _family(checkpoint) or _codes(view, settings)
-    if settings.kv_dtype == "int4" and _latents(checkpoint):
+    if settings.kv_dtype == "int4" and checkpoint.config.get("model_type") in LATENTS:
         reason = "kv_dtype is int4, in which it keeps no latents (MLA)"
     packed = any(view.is_coded(name) for name in view.tensors)
     if reason or packed or settings.weights or settings.dtype == "bfloat16":

@@ -20,9 +20,12 @@ from attar.kernels.draft_block import DrafterWeights, DraftProgram
 from attar.kernels.packed import Kind
 from attar.kernels.product import default_threads
 from attar.kernels.structures import StepTokens
+from attar.runtime.kv.compose import FeatureRequests
 from attar.runtime.kv.hidden_pool import HiddenPool
+from attar.runtime.kv.state_store import StateStore
 from attar.runtime.kv.store.rotated import rotated
 from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.runner.convolution_states import ConvolutionStates, ConvolutionStep
 from attar.runtime.runner.key_means import calibration_step, mean_keys
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan, ancestors
@@ -78,13 +81,13 @@ class Compiled:
             settings["rotation"] = rotation, _mean_keys(weights, block_size, threads, bits)
         self._program = Program(weights, blocks, block_size, **settings)
         self.kv_dtype, self.bits, self.activations = kv_dtype, bits, _activations(weights, bits)
-        table = weights.layers[0].rotary
-        self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
+        self.vocabulary, self.context = weights.vocabulary, weights.context
+        self._convolutions = ConvolutionStates(weights, block_size)
         self._hidden: HiddenPool | None = None
         self.lora: CompiledLora[Program] | None = None  # where weights are dense
 
     repeats = True
-    """A failed step may be run again: the pool is the only state."""
+    """A failed step may be run again: states change after a step only."""
 
     @property
     def block_size(self) -> int:
@@ -108,7 +111,23 @@ class Compiled:
             "kv_dtype": program.kv_dtype,
             "kv_bytes": len(program.pool),
             "hidden_bytes": 0 if self._hidden is None else self._hidden.nbytes,
+            "state_bytes": self.state_bytes,
         }
+
+    @property
+    def features(self) -> FeatureRequests:
+        """Rows of ``kv/compose.py`` that exclude others."""
+        return {"states": None} if self.state_bytes else {}
+
+    @property
+    def states(self) -> StateStore:
+        """Of the sequences that run, where layers carry states."""
+        return self._convolutions.store
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence's states."""
+        return self._convolutions.nbytes
 
     @property
     def weights(self) -> ModelWeights:
@@ -119,18 +138,26 @@ class Compiled:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         for span in step.spans:
             self._check(span)
+        carried: list[ConvolutionStep] = []
         if not any(span.adapter for span in step.spans):
-            return self._run(step, self._program)
-        assert self.lora is not None, "spans with an adapter, and a runner without"
-        logits = torch.empty(step.wants, self.vocabulary)
-        for number, (program, spans) in enumerate(self.lora.groups(step)):
-            part = step.part(spans)
-            part_logits = self._run(replace(part, copies=()) if number else part, program)
-            logits[torch.from_numpy(step.wanted_of(spans))] = part_logits
+            logits = self._run(step, self._program, carried)
+        else:
+            assert self.lora is not None, "spans with an adapter, and a runner without"
+            logits = torch.empty(step.wants, self.vocabulary)
+            for number, (program, spans) in enumerate(self.lora.groups(step)):
+                part = step.part(spans)
+                part_logits = self._run(replace(part, copies=()) if number else part, program, carried)
+                logits[torch.from_numpy(step.wanted_of(spans))] = part_logits
+        self._convolutions.update(carried)
         return logits
 
-    def _run(self, step: StepInput, program: Program) -> Tensor:
-        return program.run(_step_tokens(step, self.block_size))
+    def _run(self, step: StepInput, program: Program, carried: list[ConvolutionStep]) -> Tensor:
+        tokens = _step_tokens(step, self.block_size)
+        if self.state_bytes:
+            carried.append(self._convolutions.step(step))
+            kept = carried[-1]
+            tokens = replace(tokens, keep=kept.keep, states=kept.states, inputs=kept.inputs)
+        return program.run(tokens)
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
         """Keep hidden states of the tokens that are run from now on, with the kept states; see
@@ -170,14 +197,16 @@ class Compiled:
         return DraftProgram(weights, blocks, self.block_size, kv_dtype=kv_dtype, **shared)
 
     def fork(self, sequence: int, child: int) -> None:
-        """No state per sequence."""
+        """A second sequence continues from the states of the first."""
+        self.states.fork(sequence, child)
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Move the content of slots, (from, to), one pair after the other."""
         self._program.move(pairs)
 
     def forget(self, sequence: int) -> None:
-        """No state per sequence."""
+        """A sequence ended or was preempted: its states are deleted."""
+        self.states.forget(sequence)
 
     def read_block(self, block: int) -> bytes:
         """The content of a block, all layers."""

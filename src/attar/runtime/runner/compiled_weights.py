@@ -4,7 +4,8 @@ The codes of a quantized checkpoint are kept (codes.py). Where the parts of a fu
 no kernel joins, and where a weight is no grid of integers (FP8, NF4), it is kept in bfloat16. So are
 embeddings, unless the model is float32.
 
-Mixtures of experts are read by expert_weights.py, latent attention by latent_weights.py.
+Mixtures of experts are read by expert_weights.py, latent attention by latent_weights.py, short convolutions
+by convolution_weights.py.
 
 Every tensor of the checkpoint must be used: a layer with a part that the compiled step does not support
 (another norm, a layer of another kind) is refused by the name of the unused tensor, and runs through
@@ -25,19 +26,20 @@ from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.experts import MixtureWeights
 from attar.kernels.memory import Arena
 from attar.kernels.packed import Kind, Pays, pack
-from attar.runtime.runner import expert_weights, latent_weights
+from attar.runtime.runner import convolution_weights, expert_weights, latent_weights
 from attar.runtime.runner.codes import PackedCodes, fused
 from attar.runtime.runner.step_config import layer_kind, rope, rotary_tables
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
-FAMILIES = tuple(dict.fromkeys((*DENSE, *expert_weights.FAMILIES, *latent_weights.FAMILIES)))
+_OTHERS = (*expert_weights.FAMILIES, *latent_weights.FAMILIES, *convolution_weights.FAMILIES)
+FAMILIES = tuple(dict.fromkeys((*DENSE, *_OTHERS)))
 GEMMA = ("gemma", "gemma2", "gemma3_text")  # norms are of 1 + w, embeddings are scaled
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 ACTIVATIONS |= {"swiglu 7.0 1.702": "clamped_swiglu"}
 CAPPED_SCORES, CAPPED_LOGITS = ("gemma2",), ("gemma2", "gemma3_text")
 """Families that transformers computes with soft caps; others may have the keys in their config."""
 SINKS = "self_attn.sinks"
-HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
+HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOVING = ("dynamic", "longrope")  # rotary tables that change with the sequence's length
 
@@ -182,7 +184,7 @@ def model_weights(
     behind = f"model.layers.{config.num_hidden_layers}."
     ahead = config.model_type in expert_weights.PREDICTING_AHEAD
     known = frozenset(name for name in names if not (ahead and name.startswith(behind)))
-    source, arena = TensorSource(known, load, coded, coded_experts), Arena()
+    source, arena = _source(config, known, load, coded, coded_experts), Arena()
     of_layers = packer or PanelPacker(weights, group, arena, pays)
     of_head = packer or PanelPacker(head or weights, group, arena, pays)
     tables = rotary_tables(config, context or config.max_position_embeddings)
@@ -190,7 +192,7 @@ def model_weights(
     layers = []
     for index in range(config.num_hidden_layers):
         tensors = _LayerTensors(config, source, f"model.layers.{index}.", of_layers)
-        layers.append(tensors.layer(tables[layer_kind(config, index)], _window(config, index)))
+        layers.append(tensors.layer(tables.get(layer_kind(config, index)), _window(config, index)))
     table = source.required(EMBEDDING)
     keep_float32 = table.dtype == torch.float32 and embedding is None
     model = ModelWeights(
@@ -201,7 +203,7 @@ def model_weights(
         heads=config.num_attention_heads,
         kv_heads=1 if latent else config.num_key_value_heads,
         head_dim=_head_dim(config),
-        eps=config.rms_norm_eps,
+        eps=config.norm_eps if config.model_type in convolution_weights.FAMILIES else config.rms_norm_eps,
         scale=_scale(config),
         soft_cap=_of(config, CAPPED_SCORES, "attn_logit_softcapping"),
         final_soft_cap=_of(config, CAPPED_LOGITS, "final_logit_softcapping"),
@@ -213,6 +215,18 @@ def model_weights(
     if source.unused():
         raise ModelError(f"the compiled runner has no place for {', '.join(source.unused()[:3])}")
     return model
+
+
+def _source(config: Any, names: frozenset[str], *readers: Callable[[str], Any]) -> TensorSource:
+    """Tensors by Llama's names, whatever the family calls them."""
+    if config.model_type not in convolution_weights.FAMILIES:
+        return TensorSource(names, *readers)
+    stored = {convolution_weights.llama_name(name): name for name in names}
+
+    def renamed(read: Callable[[str], Any]) -> Callable[[str], Any]:
+        return lambda name: read(stored[name])
+
+    return TensorSource(frozenset(stored), *map(renamed, readers))
 
 
 def _of(config: Any, families: Sequence[str], key: str) -> float:
@@ -229,17 +243,13 @@ class _LayerTensors:
     prefix: str
     packer: WeightPacker
 
-    def layer(self, rotary: Tensor, window: int) -> LayerWeights:
+    def layer(self, rotary: Tensor | None, window: int) -> LayerWeights:
         gemma = self._optional("pre_feedforward_layernorm") is not None
         mixture = expert_weights.mixture_weights(self.config, self)
         sinks = self.tensor(SINKS).float().contiguous() if self.config.model_type == "gpt_oss" else None
-        shape = latent_weights.latent_shape(self.config)
-        if shape is None:
-            latents, norms = None, {name: f"self_attn.{leaf}" for name, leaf in HEAD_NORMS.items()}
-            qkv = self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        else:
-            latents, norms = latent_weights.latent_weights(self.config, shape, self), latent_weights.NORMS
-            qkv = latent_weights.first_product(self)
+        mixer = self._mixer()
+        if "convolution" not in mixer:
+            mixer |= {"rotary": rotary, "window": window}
         mlp = {}
         if mixture is None:
             mlp["gate_up"] = self.product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
@@ -249,16 +259,28 @@ class _LayerTensors:
             before_mlp=self._norm("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"),
             after_attention=self._norm("post_attention_layernorm") if gemma else None,
             after_mlp=self._norm("post_feedforward_layernorm") if gemma else None,
-            **{name: self._maybe_norm(path) for name, path in norms.items()},
-            qkv=qkv,
-            latents=latents,
-            out=self.product("self_attn.", ("o_proj",)),
+            **mixer,
             **mlp,
             mixture=None if mixture is None else self.packer.mixture(mixture),
             sinks=sinks,
-            rotary=rotary,
-            window=window,
         )
+
+    def _mixer(self) -> dict[str, Any]:
+        """What attention has, or stands in its place."""
+        convolution = convolution_weights.convolution_weights(self)
+        if convolution is not None:
+            qkv, out = convolution_weights.convolution_products(self)
+            return {"convolution": convolution, "qkv": qkv, "out": out}
+        shape, norms = latent_weights.latent_shape(self.config), HEAD_NORMS
+        latents = None
+        if shape is None:
+            qkv = self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        else:
+            latents, norms = latent_weights.latent_weights(self.config, shape, self), latent_weights.NORMS
+            qkv = latent_weights.first_product(self)
+        of_heads = {name: self._maybe_norm(path) for name, path in norms.items()}
+        out = self.product("self_attn.", ("o_proj",))
+        return {"qkv": qkv, "out": out, "latents": latents, **of_heads}
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this layer."""
@@ -354,6 +376,8 @@ def check_config(config: Any) -> None:
 
 
 def _activation(config: Any) -> str:
+    if config.model_type in convolution_weights.FAMILIES:
+        return "silu"
     if config.model_type == "gpt_oss":
         return f"swiglu {config.swiglu_limit} {config.swiglu_alpha}"
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)

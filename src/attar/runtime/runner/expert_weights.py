@@ -19,10 +19,10 @@ from attar.kernels.experts import MixtureWeights, Routing
 from attar.runtime.runner.codes import PackedCodes
 
 SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", *SIGMOID)
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "lfm2_moe", *SIGMOID)
 PREDICTING_AHEAD = SIGMOID  # a layer behind the last predicts further tokens
 WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
-ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"))
+ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"), ("feed_forward.", "gate"))
 ExpertProducts = tuple[Any, Any]
 LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 SHARED = ("shared_expert.", "shared_experts.")
@@ -156,14 +156,14 @@ def routing(config: Any) -> Routing:
         grouped = config.topk_method == "group_limited_greedy"
         groups = {"groups": config.n_group, "active_groups": config.topk_group} if grouped else {}
         return Routing(active=active, normalized=False, scaling=config.routed_scaling_factor, **groups)
-    if kind in SIGMOID:
+    if kind in (*SIGMOID, "lfm2_moe"):
+        grouped = {"groups": config.n_group, "active_groups": config.topk_group} if kind in SIGMOID else {}
         return Routing(
             active=active,
             scoring="sigmoid",
             normalized=bool(config.norm_topk_prob),
             scaling=config.routed_scaling_factor,
-            groups=config.n_group,
-            active_groups=config.topk_group,
             group_scores=2,
+            **grouped,
         )
     raise ModelError(f"the compiled runner does not know how {kind} chooses experts")

@@ -67,6 +67,7 @@ static inline void check(const Model& model, const Batch& batch) {
     }
     require(first == batch.tokens, SPANS);
     for (std::int64_t i = 0; i < batch.logit_rows; i++) require(inside(batch.rows[i], batch.tokens), ROWS);
+    for (std::int64_t i = 0; i < batch.kept; i++) require(inside(batch.keep[i], batch.tokens), ROWS);
     for (std::int64_t i = 0; i < 2 * batch.copies; i++) require(inside(batch.copy[i], model.blocks), BLOCKS);
 }
 

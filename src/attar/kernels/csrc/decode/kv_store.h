@@ -125,7 +125,7 @@ static inline void copy_slots(const Model& model, const std::int64_t* pairs, std
         for (std::int64_t i = 0; i < count; i++)
             std::memmove(model.hidden_at(pairs[2 * i + 1]), model.hidden_at(pairs[2 * i]),
                          model.hidden_width() * sizeof(std::uint16_t));
-    for (std::int64_t layer = 0; layer < model.layers; layer++)
+    for (std::int64_t layer = 0; layer < model.cached; layer++)
         for (std::int64_t i = 0; i < count; i++)
             for (std::int64_t head = 0; head < model.kv_heads; head++) {
                 const std::int64_t from = pairs[2 * i], to = pairs[2 * i + 1];

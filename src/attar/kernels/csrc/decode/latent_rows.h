@@ -102,6 +102,7 @@ struct LatentBuffers {
         grow(states, rows * splits);
         grow(attended, batch.tokens * m.heads * m.wide);
         for (std::int64_t i = 0; i < m.layers; i++) {
+            if (!m.layer[i].latents) continue;
             const Latents& latents = *m.layer[i].latents;
             absorb_input.reserve(*latents.absorb, rows + TILE_ROWS, m.bits);
             value_input.reserve(*latents.up_values, rows + TILE_ROWS, m.bits);

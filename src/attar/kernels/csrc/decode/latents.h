@@ -143,7 +143,7 @@ inline void StepWorker::store_row(std::int64_t t, float* from) {
     scale_by(from, layer().key_norm, inverse_rms(from, model.rank, model.latent_eps), model.rank, row);
     std::copy_n(from + model.rank, model.rotary, row + model.rank);
     rotate_part(row + model.rank, batch.positions[t]);
-    write_latent(model, layer_index, batch.slots[t], row, s.codes.data());
+    write_latent(model, layer().index, batch.slots[t], row, s.codes.data());
 }
 
 // Entries [first, first + count) of a span as they are multiplied, in tiles. What is not stored so is in the scratch.
@@ -159,7 +159,7 @@ KeyRows<Number> StepWorker::latent_chunk(std::int64_t span, std::int64_t first, 
     s.scales.resize(CHUNK);
     for (std::int64_t i = 0; i * WIDTH < count; i++) {
         const std::int64_t key = first + i * WIDTH;
-        const std::uint8_t* tile = model.latent(layer_index, blocks[key / size] * size + key % size);
+        const std::uint8_t* tile = model.latent(layer().index, blocks[key / size] * size + key % size);
         if constexpr (std::is_same_v<Number, float>) {
             chunk.keys[i] = (const float*)tile;
             if (model.pool_kind == STORED_FP16) {
@@ -291,7 +291,7 @@ void StepWorker::attend_expanded(const float* queries, std::int64_t stride, std:
         const std::int64_t entries = std::min<std::int64_t>(CHUNK, end - first);
         for (std::int64_t i = 0; i < entries; i++) {
             const std::int64_t slot = blocks[(first + i) / size] * size + (first + i) % size;
-            read_latent(model, model.latent(layer_index, slot), s.rows.data());
+            read_latent(model, model.latent(layer().index, slot), s.rows.data());
             key_in.set(i, 0, model.rank, s.rows.data());
             value_in.set(i, 0, model.rank, s.rows.data());
             std::copy_n(s.rows.data() + model.rank, model.rotary, s.keys.data() + i * width + model.nope);

@@ -40,6 +40,9 @@ struct Layer {
     Linear qkv, out, gate_up, down;  // gate_up and down of no rows where there is a mixture
     const Mixture* mixture;          // or null
     const Latents* latents;          // in every layer, or null
+    // Of a short convolution in the place of attention, else null; `qkv` makes what step.h says.
+    const float *kernel, *conv_bias;  // (width, hidden), the oldest input first; (hidden,) or null
+    std::int64_t index;               // among the layers with keys and values, or among those with a convolution
 };
 
 // Number format of the KV cache, and of the embedding.
@@ -49,6 +52,7 @@ enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 struct Model {
     std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, vocabulary;
     std::int64_t rank, nope, wide;  // of latents: their numbers; of a head's key without positions; of its value. Or 0
+    std::int64_t cached, convolutions, width;  // layers with keys and values; without, and inputs that an output has
     std::int64_t block_size, blocks;
     std::int64_t embeddings, context;  // rows of the embedding, and of every layer's table `rotary`
     float eps, scale, soft_cap, final_soft_cap, embedding_scale, latent_eps;
@@ -103,6 +107,8 @@ struct Model {
     std::uint8_t* latent(std::int64_t layer, std::int64_t slot) const {
         return at_block(layer, slot / block_size) + slot % block_size * latent_bytes();
     }
+    // What a sequence carries from token to token: the last inputs (width - 1, convolutions, hidden) of its convolutions.
+    std::int64_t state_numbers() const { return (width - 1) * convolutions * hidden; }
     std::int64_t shift_at(std::int64_t layer, std::int64_t head) const { return (layer * kv_heads + head) * padded(); }
     std::int64_t hidden_width() const { return hidden_states * hidden; }
     std::uint16_t* hidden_at(std::int64_t slot) const { return hidden_pool + slot * hidden_width(); }
@@ -111,6 +117,7 @@ struct Model {
 struct Batch {
     std::int64_t tokens, spans, logit_rows, copies;  // a span: the tokens of one sequence
     std::int64_t block_count, mask_size;             // numbers in `block`, in `mask`
+    std::int64_t kept;                               // tokens whose inputs of convolutions are returned
     const std::int64_t *ids, *positions, *slots;  // (tokens,)
     const std::int64_t* span;                     // (tokens,) the span of each token
     const std::int64_t *first, *past;             // (spans,) first token; keys in the cache before this step
@@ -121,6 +128,9 @@ struct Batch {
     const std::int64_t* count;  // (spans,) tokens
     const std::int64_t* rows;   // (logit_rows,) tokens
     const std::int64_t* copy;   // (copies, 2) from, to
+    const std::int64_t* keep;   // (kept,) tokens
+    const float* states;        // (spans, state_numbers) before the step, or null: zeros
+    float* inputs;              // (kept, convolutions, hidden)
     float* logits;              // (logit_rows, vocabulary)
 };
 

@@ -32,7 +32,9 @@ public:
         copy_blocks();
         embed();
         for (layer_index = 0; layer_index < model.layers; layer_index++) {
-            if (model.rank)
+            if (layer().kernel)
+                short_convolution();
+            else if (model.rank)
                 latent_attention();
             else
                 attention();
@@ -69,7 +71,7 @@ protected:
     void copy_blocks() {
         if (!batch.copies) return;
         const std::int64_t bytes = model.block_bytes();
-        worker.parallel_for(model.layers, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+        worker.parallel_for(model.cached, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
             for (std::int64_t c = 0; c < batch.copies; c++) {
                 const std::int64_t from = batch.copy[2 * c], to = batch.copy[2 * c + 1], slots = model.block_size;
                 for (std::int64_t l = first; l < last; l++)
@@ -146,6 +148,45 @@ protected:
         multiply_add(layer().out, out, layer().after_attention);
     }
 
+    // y = out(C * sum_j kernel_j (B x)_(t - j)), where `qkv` makes [B | C | x]; earlier inputs are the sequence's state.
+    void short_convolution() {
+        const std::int64_t hidden = model.hidden, stride = 3 * hidden, width = model.width;
+        const Activations in = r.qkv_input_.view(layer().qkv, model.bits);
+        const Activations out = r.out_input_.view(layer().out, model.bits);
+        norm(layer().before_attention, batch.tokens, nullptr, in);
+        multiply(layer().qkv, in, batch.tokens, r.qkv_.data(), stride, false);
+        const auto input = [&](std::int64_t t, std::int64_t i) {
+            const float* row = r.qkv_.data() + t * stride + i;
+            return load(row) * load(row + 2 * hidden);
+        };
+        const auto earlier = [&](std::int64_t span, std::int64_t k, std::int64_t i) {
+            if (!batch.states) return F{};
+            const std::int64_t row = k * model.convolutions + layer().index;
+            return load(batch.states + span * model.state_numbers() + row * hidden + i);
+        };
+        scratch.resize(hidden);
+        for_each_token(batch.tokens, hidden, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
+            const std::int64_t span = batch.span[t], index = t - batch.first[span];
+            for (std::int64_t i = first; i < last; i += WIDTH) {
+                F sum = layer().conv_bias ? load(layer().conv_bias + i) : F{};
+                for (std::int64_t j = 0; j < width; j++) {
+                    const std::int64_t at = index + j - width + 1;  // in the span; before it: in the state
+                    const F x = at < 0 ? earlier(span, at + width - 1, i) : input(t - index + at, i);
+                    sum = fma(load(layer().kernel + j * hidden + i), x, sum);
+                }
+                store(scratch.data() + i - first, load(r.qkv_.data() + t * stride + hidden + i) * sum);
+            }
+            out.set(t, first, last, scratch.data());
+        });
+        worker.parallel_for(batch.kept, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t n = first; n < last; n++) {
+                float* to = batch.inputs + (n * model.convolutions + layer().index) * hidden;
+                for (std::int64_t i = 0; i < hidden; i += WIDTH) store(to + i, input(batch.keep[n], i));
+            }
+        });
+        multiply_add(layer().out, out, nullptr);
+    }
+
     void mlp() {
         const std::int64_t width = layer().down.columns;
         const Activations in = r.gate_up_input_.view(layer().gate_up, model.bits);
@@ -216,7 +257,7 @@ protected:
             if (model.four_bits()) rotate_in_place(queries + q * dim);
         }
         rope_head(key, model.wide_norms ? nullptr : layer().key_norm, batch.positions[t]);
-        store_kv(model, layer_index, head, batch.slots[t], key, key + model.kv_heads * dim, codes.data(),
+        store_kv(model, layer().index, head, batch.slots[t], key, key + model.kv_heads * dim, codes.data(),
                  rotated.data());
     }
 
@@ -234,7 +275,7 @@ protected:
 
     // A task is a token, a key head and a KV split.
     void attend() {
-        Attention kernel(model, layer_index);
+        Attention kernel(model, layer().index);
         const std::int64_t tasks = batch.tokens * model.kv_heads * r.splits_;
         worker.parallel_for(tasks, Schedule::GUIDED, [&](std::int64_t first, std::int64_t last) {
             for (std::int64_t task = first; task < last; task++) attend_task(kernel, task);

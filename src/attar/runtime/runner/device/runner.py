@@ -102,7 +102,7 @@ class Device:
 
     Raises:
         UsageError: ``kv_dtype`` is not one of these.
-        ModelError: the model has latents.
+        ModelError: the model has latents or convolutions.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Device:
     ) -> None:
         if kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv_dtype {kv_dtype!r}", hint=f"the device runner keeps {', '.join(KV_DTYPES)}")
-        if weights.latent is not None:
-            raise ModelError("the device runner has no latent attention (MLA)")
+        if weights.latent is not None or weights.cached < len(weights.layers):
+            raise ModelError("the device runner has no latent attention (MLA) and no short convolutions")
         self.device, self.kv_dtype = torch.device(device), kv_dtype
         if self.device.type == "cuda":
             register_kernels(self.device)
