@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
+from attar.errors import ModelError
 from attar.models.anatomy.parts import weight_of
 from attar.models.loading import device
 from attar.models.loading.load import load_model
 from attar.models.surgery.cut_model import keep_layers
 from attar.quantization.hessian import CrossHessian, Hessian
 from attar.walks.expert_inputs import ExpertTokens
+from attar.walks.offloaded_model import OffloadedModel
 from attar.walks.positions import FIRST, PositionWeights
 from attar.walks.solvers import LinearSolver, Solution
 from attar.walks.sweep import SweepOptions, sweep_blocks, sweep_linears
@@ -425,3 +427,12 @@ def test_a_solver_that_fails_leaves_gradients_as_they_were(tmp_path):
     with pytest.raises(ZeroDivisionError):
         sweep_linears(open_checkpoint(source), batches(320), Failing(), options)
     assert torch.is_grad_enabled()
+
+
+def test_blocks_that_take_keys_of_others_are_not_run_one_at_a_time(tmp_path):
+    """A call is recorded once for all batches, and the keys of one text are not those of another."""
+    shape = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    model = tiny_models.build("gemma4", **shape, num_kv_shared_layers=2)
+    offloaded = OffloadedModel(open_checkpoint(tiny_models.save(model, tmp_path / "m")), torch.device("cpu"))
+    with pytest.raises(ModelError, match="one at a time: the last ones take keys and values of others"):
+        offloaded.trace([torch.arange(8)[None]], {})

@@ -132,18 +132,24 @@ class OffloadedModel:
         try:
             self.extra = self._extra_outputs(batches[0])
         except (RuntimeError, NotImplementedError) as error:  # what runs before the blocks needs more of them
-            reason = str(error).splitlines()[0]
-            raise ModelError(
-                f"{self.anatomy.family}: its layers cannot be run one at a time: {reason}",
-                hint="quantize --method rtn; prune --method magnitude, or --reconstruct none",
-            ) from error
+            raise self._inseparable(str(error).splitlines()[0]) from error
+        if getattr(self.model.config, "num_kv_shared_layers", 0):
+            raise self._inseparable("the last ones take keys and values of others")
         calls: dict[tuple[int, ...], list[BlockCall]] = {}
         for number, batch in enumerate(batches):
             recorded, hidden = self._record(batch, self.extra)
+            if "input_ids" in recorded[0].kwargs:  # a call is that of all batches of its shape
+                raise self._inseparable("they take the ids of the tokens")
             calls.setdefault(tuple(batch.shape), recorded)
             store[number] = hidden
         self._drop_outer()
         return calls
+
+    def _inseparable(self, reason: str) -> ModelError:
+        return ModelError(
+            f"{self.anatomy.family}: its layers cannot be run one at a time: {reason}",
+            hint="quantize --method rtn; prune --method magnitude, or --reconstruct none",
+        )
 
     def advance(
         self,

@@ -112,6 +112,9 @@ def read_mixer(
     kinds = list(dict.fromkeys(others.values()))
     if others and not sublayer.paths("o"):
         return NonAttentionMixer(" and ".join(kinds), f"{name}.{next(iter(others))}", inside)
+    if sublayer.paths("o_b"):  # DeepSeek V4: outputs of groups of heads, keys compressed
+        holder = sublayer.only("o_b").name.rpartition(".")[0]
+        return NonAttentionMixer("attention to compressed keys", holder, (*inside, *linears))
     types = getattr(config, "layer_types", None) or []
     if index < len(types) and "linear" in str(types[index]):
         kinds.append("linear attention")

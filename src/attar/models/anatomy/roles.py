@@ -23,6 +23,8 @@ ATTENTION_ROLES = {
     "q_b": ("q_b_proj",),
     "kv_a": ("kv_a_proj_with_mqa",),
     "kv_b": ("kv_b_proj",),
+    "o_a": ("o_a_proj",),
+    "o_b": ("o_b_proj",),
     "o": ("o_proj", "out_proj", "out_lin", "c_proj", "dense", "wo", "Wo", "o"),
 }
 MLP_ROLES = {

@@ -161,11 +161,13 @@ def _known_model(view: Any) -> Any | None:
 
 def _check_tensors(view: Any, model: nn.Module) -> list[Oddity]:
     """Compare stored tensors and architecture. Returns what is passed over."""
-    from attar.models.loading.stored import report_misfits, stored_names
+    from attar.models.loading.stored import report_misfits, stored_buffers, stored_names
 
     where = f"{view.path} ({type(model).__name__})"
     names = stored_names(model, view, strict=False)
     wanted = {stored: tuple(model.get_parameter(name).shape) for name, stored in names.items()}
+    buffers = {stored: model.get_buffer(name) for name, stored in stored_buffers(model, view).items()}
+    wanted |= {stored: tuple(buffer.shape) for stored, buffer in buffers.items()}
     shapes = {stored: tuple(view.tensors[stored].shape) for stored in sorted(wanted)}
     wrong = {stored: (shape, wanted[stored]) for stored, shape in shapes.items() if shape != wanted[stored]}
     further = [name for name in view.tensors if name not in wanted]

@@ -49,6 +49,11 @@ def prune_experts(task: PruneTask) -> None:
     """
     source, options, output = task.source, task.options, task.output
     sizes = MixtureSizes.of(source.config)
+    if hashed := next((name for name in source.tensors if name.endswith(".tid2eid")), None):
+        raise ModelError(
+            f"{source.name}: {hashed} names experts by the ids of tokens; they cannot be removed",
+            hint="attar quantize, or prune --method magnitude",
+        )
     keep = kept_experts(sizes.experts, options)
     active = options.active or sizes.active
     if active > keep:
