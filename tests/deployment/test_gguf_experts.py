@@ -191,9 +191,23 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "num_local_experts": 5}))
     with pytest.raises(CheckpointError, match=r"is \[4, 64\], but the config asks for \[5, 64\]"):
         export(folder, tmp_path / "x.gguf", settings(type="F16"))
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="types under a budget"):
-        export(folder, tmp_path / "x.gguf", settings(bits=5.0))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("variant", ["gpt_oss", "deepseek_v3"])
+def test_types_under_a_budget_are_those_of_the_file(variant, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
+    folder = saved(variant, tmp_path, torch.bfloat16)
+    options = {**CALIBRATION, "samples": 2, "size": "0.24MB"}
+    exported = export(folder, tmp_path / "x.gguf", settings(**options))
+    file = exported.weight_files[0]
+    assert 220_000 < file.stat().st_size <= 240_000
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    experts = {kind for name, kind in kinds.items() if "_exps.weight" in name}
+    assert experts and experts <= {"Q4_0", "IQ4_NL", "Q5_0", "Q8_0"}
+    wanted = dequantize_state(open_checkpoint(folder))
+    for name, tensor in dequantize_state(exported).items():
+        assert torch.allclose(tensor.float(), wanted[name].float(), atol=0.05), name
 
 
 @pytest.mark.few(1)

@@ -24,11 +24,13 @@ from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter
 from attar.formats.gguf.quant_types import bits, tensor_bytes
 from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.types import TYPES
+from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model
 from attar.quantization.grids import GGML
 from attar.sensitivity.measurements import Measurement, read
 from attar.sensitivity.weight_changes import load_inputs
 from tests import tiny_models
+from tests.formats.gguf import variants
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 TEXT = {"samples": 3, "sequence_length": 24, "batch_size": 2, "data": textwrap.__file__}
@@ -38,11 +40,11 @@ TEXT |= {"format": "gguf", "bits": 5.0}
 class Case:
     """A tiny model on disk, and where its tensors stand."""
 
-    def __init__(self, folder, family="llama2", **changes):
-        model = tiny_models.build(family, **{**({} if family == "gpt2" else WIDTHS), **changes})
+    def __init__(self, folder, family="llama2", model=None, **changes):
+        model = model or tiny_models.build(family, **{**({} if family == "gpt2" else WIDTHS), **changes})
         self.checkpoint = open_checkpoint(tiny_models.save(model, folder / "model"))
         self.placed = placements(self.checkpoint.config, self.checkpoint.tensors)
-        self.shapes = {one.gguf: one.shape for one in self.placed}
+        self.shapes = {one.gguf: one.file_shape for one in self.placed}
         self.settings = ExportSettings(**TEXT)
 
     def mix(self, **options):
@@ -109,7 +111,7 @@ def test_the_choice_is_the_best_of_all_and_keeps_its_budget(tmp_path):
 
 def kl_by_hand(case, kinds):
     """KL in float64 of a copy with modules in types; a tied head follows its embedding."""
-    model = load_model(case.checkpoint, dtype=torch.float32)
+    model = unstack(load_model(case.checkpoint, dtype=torch.float32))
     changed = copy.deepcopy(model)
     for name, kind in kinds.items():
         module = changed.get_submodule(name)
@@ -217,12 +219,26 @@ def test_types_given_by_hand_are_kept_and_paid_for(tmp_path):
     ]
 
 
-@pytest.mark.slow
-def test_each_its_own(tmp_path):
-    case = Case(tmp_path)
-    shared, alone = case.mix(bits=4.0), case.mix(bits=4.0, share=False)
-    assert alone.report["predicted"] <= shared.report["predicted"] * 1.2
-    assert "model.layers.0.self_attn.k_proj" in case.measured()
+def test_a_type_that_one_tensor_of_a_group_cannot_have_is_no_candidate():
+    shapes = {"k": (4, 128), "v": (4, 256), "w": (4, 512)}
+    parts = FileLayout(shapes, {}, {"kv": ["k", "v"], "w": ["w"]}, {"kv": ["kv"], "w": ["w"]})
+    assert parts.candidates("kv") == ("Q8_0",) and parts.candidates("w") == WIDE
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("variant", ["granitemoe", "qwen3_moe"])  # stored in a stack, and one by one
+def test_experts_of_a_layer_have_a_type_for_gate_and_up_and_one_for_down(variant, tmp_path):
+    case = Case(tmp_path, model=variants.build(variant))
+    mix = case.mix(bits=6.0)
+    stacks = {name: kind for name, kind in mix.kinds.items() if "_exps." in name}
+    assert {case.shapes[name][0] for name in stacks} == {4} and len(stacks) >= 3
+    assert stacks["blk.0.ffn_gate_exps.weight"] == stacks["blk.0.ffn_up_exps.weight"]
+    assert mix.bits_per_weight == bits(mix.kinds, case.shapes)[0] <= 6.0
+    down = next(group for group in case.measured() if group.endswith("experts.down_proj"))
+    row = case.measured()[down]["Q4_0"]
+    assert len(row.modules) == 4 and row.bits == math.prod(case.shapes["blk.0.ffn_down_exps.weight"]) * 4.5
+    wanted = kl_by_hand(case, dict.fromkeys(row.modules, "Q4_0"))
+    assert row.kl == pytest.approx(wanted, rel=2e-3)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from attar.quantization.settings import StorageSettings
 from attar.recipe.schema import parse_recipe
 from attar.sensitivity import weight_changes
 from tests import tiny_models
+from tests.formats.gguf import variants
 from tests.quantization.packing import pack
 
 QUICK = {"samples": 2, "sequence_length": 16, "batch_size": 2, "check": 1, "progress": False}
@@ -67,12 +68,13 @@ def test_the_bytes_of_a_mix_are_those_of_its_files(model: Path, tmp_path: Path) 
     assert costs.stage(choice, "rtn")["scales"] == "mse" and "scales" not in costs.stage(choice, "gptq")
 
 
-@pytest.mark.parametrize("width", [64, 256])
-def test_the_bytes_of_a_file_of_llama_cpp_are_known(width: int, tmp_path: Path) -> None:
-    """Of types for 256 inputs and of those for fewer."""
-    built = tiny_models.build("llama3", hidden_size=width, intermediate_size=width)
+@pytest.mark.parametrize("kind", ["64", "256", "granitemoe"])
+def test_the_bytes_of_a_file_of_llama_cpp_are_known(kind: str, tmp_path: Path) -> None:
+    """Of types for 256 inputs, of those for fewer, and of experts in stacks."""
+    widths = {"hidden_size": int(kind), "intermediate_size": int(kind)} if kind.isdigit() else {}
+    built = tiny_models.build("llama3", **widths) if widths else variants.build(kind)
     folder = tiny_models.save(built, tmp_path / "m", dtype=torch.bfloat16)
-    costs = gguf_costs(open_checkpoint(folder))
+    costs = gguf_costs(open_checkpoint(folder), "rtn")
     kinds = {group: list(options) for group, options in costs.table.items()}
     choice = {group: names[(3 * n) % len(names)] for n, (group, names) in enumerate(kinds.items())}
     stage = {name: value for name, value in costs.stage(choice, "rtn").items() if name != "stage"}
@@ -83,9 +85,19 @@ def test_the_bytes_of_a_file_of_llama_cpp_are_known(width: int, tmp_path: Path) 
     assert set(choice.values()) <= set(tensors.values())
 
 
+def test_a_method_that_takes_no_stack_of_experts_is_refused_before_any_work(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tiny_models.save(variants.build("granitemoe"), tmp_path / "m")
+    with pytest.raises(ModelError, match="--rounding gptq takes experts that are stored one by one"):
+        attar.plan(folder, size="1MB", engine="llama.cpp", **options)
+
+
 @pytest.mark.slow
-def test_a_plan_for_llama_cpp(model: Path, options: dict[str, Any], tmp_path: Path) -> None:
-    size = written_bytes(model) * 2 // 3
+@pytest.mark.parametrize("mixture", [False, True])
+def test_a_plan_for_llama_cpp(mixture: bool, model: Path, options: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_models.save(variants.build("qwen3_moe"), tmp_path / "m") if mixture else model
+    size = written_bytes(model) * 2 // (6 if mixture else 3)  # the mixture's are float32
     options = {**options, "engine": "llama.cpp", "method": "rtn"}
     planned = attar.plan(model, tmp_path / "plan.yaml", size=f"{size}B", **options)
     assert planned.point.file_bytes <= size

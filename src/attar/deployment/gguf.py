@@ -37,7 +37,7 @@ from attar.errors import ModelError, NumericsError
 from attar.formats.gguf import blocks, container, imatrix
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
-from attar.formats.gguf.placement import EXPERTS, pieces
+from attar.formats.gguf.placement import pieces
 from attar.formats.gguf.provenance import provenance_metadata
 from attar.formats.gguf.reader import scale_name
 from attar.formats.gguf.tensor_map import architecture, placements
@@ -70,11 +70,6 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     view = dense_view(source)
     placed = placements(view.config, view.infos)
     refuse_type(settings, placed)
-    if any(EXPERTS in placement.gguf for placement in placed) and (settings.bits or settings.size):
-        raise ModelError(
-            f"{source.spelling} has experts; types under a budget are chosen for dense models alone",
-            hint="--type Q4_K_M, with --overrides for single tensors",
-        )
     option = f"--rounding {settings.rounding}"
     if settings.rounding == "nearest":
         option = f"--effort {settings.effort}"
@@ -83,7 +78,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
         raise ModelError(
             f"{source.spelling} stores its experts in one tensor; {option} takes experts that are stored "
             "one by one",
-            hint="--rounding nearest --effort fast, which weighs them by the importance of their inputs",
+            hint="--rounding nearest --effort fast (a plan's --method rtn), which weighs its inputs",
         )
 
 

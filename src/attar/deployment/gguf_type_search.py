@@ -2,9 +2,9 @@
 
     minimise  sum_g KL[g, c_g]   under   bytes of all tensors <= budget      one type c_g for each group g
 
-Letters: g a group of tensors that share a type (q, k and v; gate and up; the embedding, with the head where
-they are one; the head); c a type; KL[g, c] of the model with g alone in type c, measured once and cached
-(attar.quantization.mixed_precision.sensitivity); K inputs of a tensor.
+Letters: g a group of tensors that share a type (q, k and v; gate and up, of all experts of a layer; the
+embedding, with the head where they are one; the head); c a type; KL[g, c] of the model with g alone in type
+c, measured once and cached (attar.quantization.mixed_precision.sensitivity); K inputs of a tensor.
 
 The budget is an average of bits or the size of the file (:class:`TypeBudget`); the choice is exact
 (attar.quantization.mixed_precision.allocate).
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from attar.formats.gguf.values import encode, string
 from attar.formats.gguf.writer import ALIGNMENT
 from attar.formats.readers import Decoded, quant_method
 from attar.models.anatomy.parts import Anatomy
+from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
@@ -47,7 +48,7 @@ from attar.quantization.mixed_precision.sensitivity import (
     measure,
 )
 from attar.sensitivity.measurements import Measurement
-from attar.sensitivity.weight_changes import SensitivityInputs, load_inputs, shared_groups
+from attar.sensitivity.weight_changes import SensitivityInputs, group_name, load_inputs, shared_groups
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -91,7 +92,6 @@ def search_types(
     bits: float = 0.0,
     size: int = 0,
     metadata: Mapping[str, MetadataValue] | None = None,
-    share: bool = True,
     processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> TypeChoice:
@@ -103,7 +103,6 @@ def search_types(
         bits: the budget as an average; 0: ``size`` is the budget.
         size: the budget in bytes of the file.
         metadata: the file's metadata; counts for ``size``, with :data:`KEYS`.
-        share: q, k and v get one type, and so do gate and up; False: each its own.
         processes: they share the measurements.
 
     Raises:
@@ -111,11 +110,11 @@ def search_types(
         ModelError: no tensor is left to choose a type for.
     """
     on = load_inputs(checkpoint, settings)
-    layout = file_layout(on.model, on.anatomy, checkpoint, placed, settings.overrides, share)
+    layout = file_layout(on.model, on.anatomy, checkpoint, placed, settings.overrides)
     if not layout.groups:
         raise ModelError("no tensor can have one of llama.cpp's types", hint="see --type F16")
     budget = TypeBudget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
-    budget.check_smallest(kinds_for)
+    budget.check_smallest()
     grids = candidates()
     measured = measure(
         on.model,
@@ -170,33 +169,33 @@ def file_layout(
     checkpoint: Checkpoint,
     placed: Sequence[Placement],
     overrides: Sequence[str] = (),
-    share: bool = True,
 ) -> FileLayout:
     """Sort the tensors into those of a fixed type and groups of modules.
 
     Args:
         model: its modules, which may be empty (``models/loading/empty.py``).
-        overrides, share: as :func:`search_types` has them.
+        overrides: as :func:`search_types` has them.
     """
-    view: Any = Decoded(checkpoint) if quant_method(checkpoint) else checkpoint
+    view: Any = single_experts(Decoded(checkpoint) if quant_method(checkpoint) else checkpoint)
     stored = {name: module for module, name in stored_names(model, view).items()}
-    shapes = {placement.gguf: placement.shape for placement in placed}
+    shapes = {placement.gguf: placement.file_shape for placement in placed}
     free = [
         placement
         for placement in placed
         if placement.matrix and placement.stored and quantizable(placement.gguf, placement.shape)
     ]
-    overridden_kinds = overridden([placement.gguf for placement in free], overrides)
+    names = list(dict.fromkeys(placement.gguf for placement in free))
+    overridden_kinds = overridden(names, overrides)
     tensors: dict[str, list[str]] = {}
     for placement in free:
         if placement.gguf not in overridden_kinds:
-            tensors.setdefault(stored[str(placement.stored)].removesuffix(".weight"), []).append(
-                placement.gguf
-            )
+            parameter = placement.single or stored[str(placement.stored)]
+            tensors.setdefault(parameter.removesuffix(".weight"), []).append(placement.gguf)
+    inputs = {module: {shapes[name][-1] for name in names} for module, names in tensors.items()}
     groups = {
         group: modules
-        for group, modules in _groups(anatomy, list(tensors), share).items()
-        if all(shapes[name][-1] % 32 == 0 for module in modules for name in tensors[module])
+        for group, modules in _groups(anatomy, inputs).items()
+        if all(columns % 32 == 0 for module in modules for columns in inputs[module])
     }
     inside = [name for modules in groups.values() for module in modules for name in tensors[module]]
     left = [name for names in tensors.values() for name in names if name not in inside]
@@ -208,10 +207,20 @@ def file_layout(
     return FileLayout(shapes, kinds, tensors, groups)
 
 
-def _groups(anatomy: Anatomy, modules: Sequence[str], share: bool) -> dict[str, list[str]]:
-    """Modules by group: the embedding, the blocks' Linears, the head."""
+def _groups(anatomy: Anatomy, modules: Mapping[str, set[int]]) -> dict[str, list[str]]:
+    """Modules by group: the embedding, the blocks' Linears, the head. Linears with other inputs than their
+    mates are a group of their own: the down of a layer's experts.
+
+    Args:
+        modules: inputs of each one's tensors.
+    """
     linears = [name for block in anatomy.blocks for name in block.linears if name in modules]
-    inner = shared_groups(anatomy.blocks, linears) if share else {name: [name] for name in linears}
+    inner: dict[str, list[str]] = {}
+    for mates in shared_groups(anatomy.blocks, linears).values():
+        alike: dict[frozenset[int], list[str]] = {}
+        for name in mates:
+            alike.setdefault(frozenset(modules[name]), []).append(name)
+        inner |= {group_name(members): members for members in alike.values()}
     before = [name for name in (anatomy.embedding,) if name in modules]
     after = [name for name in (anatomy.head,) if name in modules and name not in before]
     return {name: [name] for name in before} | inner | {name: [name] for name in after if name}
@@ -228,6 +237,8 @@ def _choose(
     """A type for each group, and (bits a weight, KL) from the smallest file to the best one."""
     options: dict[str, list[Option]] = {group: [] for group in budget.layout.groups}
     for sensitivity in measured:
+        if sensitivity.option not in budget.layout.candidates(sensitivity.group):
+            continue
         if math.isfinite(sensitivity.kl):
             options[sensitivity.group].append(
                 Option(
@@ -295,7 +306,12 @@ class FileLayout:
 
     def of(self, group: str) -> list[str]:
         """Names of a group's tensors."""
-        return [name for module in self.groups[group] for name in self.tensors[module]]
+        return list(dict.fromkeys(name for module in self.groups[group] for name in self.tensors[module]))
+
+    def candidates(self, group: str) -> tuple[str, ...]:
+        """Types that all tensors of a group can have."""
+        first, *others = (kinds_for(self.shapes[name][-1]) for name in self.of(group))
+        return tuple(kind for kind in first if all(kind in kinds for kinds in others))
 
     def spread(self, choice: Mapping[str, str]) -> dict[str, str]:
         """The type of every tensor, given the type of every group."""
@@ -353,13 +369,12 @@ class TypeBudget:
         average = math.ceil(1000 * least / self.layout.weights) / 1000
         raise SettingsError("bits", self.bits, f"at least {average:g}: {SMALLEST}")
 
-    def check_smallest(self, kinds: Callable[[int], Sequence[str]]) -> None:
-        """The same for the smallest of the types that ``kinds`` has for K inputs."""
-        least = 0
-        for group in self.layout.groups:
-            columns = self.layout.shapes[self.layout.of(group)[0]][-1]
-            least += min(self.group(group, kind) for kind in kinds(columns))
-        self.check(least)
+    def check_smallest(self) -> None:
+        """The same for the smallest type of each group."""
+        groups = self.layout.groups
+        self.check(
+            sum(min(self.group(name, kind) for kind in self.layout.candidates(name)) for name in groups)
+        )
 
 
 def head_bytes(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, MetadataValue]) -> int:

@@ -19,7 +19,6 @@ from attar.deployment.gguf_type_search import (
     data_bytes,
     file_layout,
     head_bytes,
-    kinds_for,
 )
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError
@@ -59,14 +58,14 @@ class GGUFCosts:
         """Bytes of each group's tensors by type, padding included."""
         budget = TypeBudget(self.layout, 0.0, 1, self.head)
         return {
-            group: {kind: budget.group(group, kind) // 8 for kind in self._kinds(group)}
+            group: {kind: budget.group(group, kind) // 8 for kind in self.layout.candidates(group)}
             for group in self.layout.groups
         }
 
     @property
     def uniform(self) -> dict[str, dict[str, str]]:
         """Choices of one type for all groups that can have it."""
-        every = [frozenset(self._kinds(group)) for group in self.layout.groups]
+        every = [frozenset(self.layout.candidates(group)) for group in self.layout.groups]
         names = [kind for kind in candidates() if all(kind in kinds for kinds in every)]
         return {kind: dict.fromkeys(self.layout.groups, kind) for kind in names}
 
@@ -82,21 +81,21 @@ class GGUFCosts:
         weighted = {"imatrix": "compute", "samples": 8} if method == "rtn" else {}
         return {**stage, **weighted, "overrides": [f"{pattern}={kind}" for pattern, kind in patterns]}
 
-    def _kinds(self, group: str) -> tuple[str, ...]:
-        return kinds_for(self.layout.shapes[self.layout.of(group)[0]][-1])
-
 
 PlanCosts = WeightCosts | GGUFCosts
 
 
-def gguf_costs(checkpoint: Checkpoint) -> GGUFCosts:
+def gguf_costs(checkpoint: Checkpoint, method: str) -> GGUFCosts:
     """The tensors of a file. Reads headers and the tokenizer.
 
+    Args:
+        method: of the recipe's rounding.
+
     Raises:
-        ModelError: the model has no place in a GGUF file, or nothing in it can be chosen.
+        ModelError: the model has no place in a GGUF file, the method does not take its experts, or nothing
+            in it can be chosen.
     """
-    settings = ExportSettings(format="gguf", size="1B")
-    refuse(checkpoint, settings)
+    refuse(checkpoint, ExportSettings(format="gguf", size="1B", rounding=ROUNDINGS.get(method, method)))
     view = dense_view(checkpoint)
     placed = placements(view.config, view.infos)
     model = empty_model(checkpoint.config, unstacked=True)

@@ -120,7 +120,7 @@ class _Planner:
     def _costs(self) -> PlanCosts:
         """What the options of the engine cost."""
         if self.settings.engine == "llama.cpp":
-            return gguf_costs(self.checkpoint)
+            return gguf_costs(self.checkpoint, self.settings.method)
         groups = layer_groups(self.checkpoint)
         schemes = SCHEMES_OF[self.settings.engine]
         return weight_costs(self.checkpoint, groups, schemes, embedding=self.settings.engine == "attar")

@@ -141,10 +141,15 @@ def shared_groups(
             members = [mate for mate in dict.fromkeys(mates) if mate in modules and mate not in done]
             if members:
                 done.update(dict.fromkeys(members))
-                leaves = "+".join(dict.fromkeys(member.rpartition(".")[2] for member in members))
-                parent = functools.reduce(common_parent, (member.rpartition(".")[0] for member in members))
-                groups[".".join(filter(None, [parent, leaves]))] = members
+                groups[group_name(members)] = members
     return groups
+
+
+def group_name(modules: Sequence[str]) -> str:
+    """``model.layers.0.mlp.gate_proj+up_proj``: what modules have in common, and their last names."""
+    leaves = "+".join(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+    parent = functools.reduce(common_parent, (name.rpartition(".")[0] for name in modules))
+    return ".".join(filter(None, [parent, leaves]))
 
 
 @dataclass(frozen=True)
