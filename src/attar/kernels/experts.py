@@ -75,8 +75,10 @@ class MixtureWeights:
 
     @property
     def products(self) -> list[PackedWeight]:
-        """All packed weights."""
-        return [*self.gate_up, *self.down, *self.shared]
+        """All packed weights; experts that a runner has stacked are one."""
+        experts = (self.gate_up, self.down)
+        listed = [part for parts in experts for part in (parts if isinstance(parts, tuple) else (parts,))]
+        return [*listed, *self.shared]
 
     @property
     def read_bytes(self) -> int:

@@ -19,6 +19,7 @@ from attar.runtime.runner.lora import LoraAdapter, LoraUpdate, read_lora
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.marks import slow_but
 from tests.runtime.test_loading import compiled_only, packed, save
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -289,7 +290,17 @@ def test_modules_that_run_on_other_rows_are_an_error(adapted):
     adapted.engine.check()
 
 
-# in the compiled step
+# in the compiled step, and in that of a device
+
+
+@pytest.fixture(params=slow_but(("compiled", "device"), "compiled"))
+def step_of(request, monkeypatch):
+    """What ``compiled_of`` runs."""
+    monkeypatch.setitem(globals(), "RUNNER", request.param)
+    return request.param
+
+
+RUNNER = "compiled"
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +318,7 @@ def dense(tmp_path_factory):
 
 def compiled_of(folder, adapters=(), **options):
     limits = Limits(sequences=8, step_tokens=24)
-    llm = LLM(str(folder), runner="compiled", kv_tokens=2048, limits=limits, adapters=True, **options)
+    llm = LLM(str(folder), runner=RUNNER, kv_tokens=2048, limits=limits, adapters=True, **options)
     lora = llm.engine.runner.lora
     for key, path in adapters:
         lora.add(key, lora.prepare(read_lora(path)))
@@ -331,7 +342,7 @@ def merged_in(folder, adapter, target):
 @pytest.mark.few(1)
 @compiled_only
 @pytest.mark.parametrize("name", ["model", "tied"])
-def test_the_compiled_step_is_that_of_merged_weights(dense, tmp_path, name):
+def test_the_compiled_step_is_that_of_merged_weights(dense, tmp_path, name, step_of):
     """Bit for bit in a mixed batch: chunked prompts, decoding, each adapter and none."""
     adapters = [(key, dense / f"{name}-{key}") for key in "ab"]
     llm = compiled_of(dense / name, adapters)
@@ -348,7 +359,7 @@ def test_the_compiled_step_is_that_of_merged_weights(dense, tmp_path, name):
 
 
 @compiled_only
-def test_logits_of_a_mixed_step_are_in_the_order_of_its_spans(dense):
+def test_logits_of_a_mixed_step_are_in_the_order_of_its_spans(dense, step_of):
     llm = compiled_of(dense / "model", [("a", dense / "model-a")])
     runner = llm.engine.runner
     spans = [(0, "a", 2), (1, "", 1), (2, "a", 3)]
@@ -363,7 +374,7 @@ def test_logits_of_a_mixed_step_are_in_the_order_of_its_spans(dense):
 
 
 @compiled_only
-def test_compiled_adapters_come_and_go(dense):
+def test_compiled_adapters_come_and_go(dense, step_of):
     llm = compiled_of(dense / "model", [("a", dense / "model-a")], speculate="suffix", drafts=3)
     prompt = [7, 8, 9] * 6
     plain = generate(compiled_of(dense / "model"), [(prompt, "")])
@@ -378,7 +389,7 @@ def test_compiled_adapters_come_and_go(dense):
 
 
 @compiled_only
-def test_what_the_compiled_step_cannot_add(dense, tmp_path):
+def test_what_the_compiled_step_cannot_add(dense, tmp_path, step_of):
     lora = compiled_of(dense / "model").engine.runner.lora
     with pytest.raises(ModelError, match=r"inputs and .* outputs for"):
         lora.prepare(read_lora(dense / "tied-a"))

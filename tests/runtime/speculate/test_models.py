@@ -24,6 +24,7 @@ from attar.runtime.speculate.latency import measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
 from attar.runtime.speculate.suffix import SuffixProposer
 from tests import tiny_models
+from tests.marks import slow_but
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Eager, Oracle, speculator
 
@@ -138,7 +139,12 @@ def test_h2o_is_refused_with_its_sentence_before_anything_is_read() -> None:
 
 @pytest.fixture(scope="module")
 def tiny() -> LLM:
-    return LLM("attar:tiny", kv_tokens=4096)
+    return plain_by("auto")
+
+
+@cache
+def plain_by(runner: str) -> LLM:
+    return LLM("attar:tiny", kv_tokens=4096, runner=runner)
 
 
 @cache
@@ -163,16 +169,17 @@ NAMES = ["ngram", "suffix", "lookahead", "self", "draft", "both"]
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("runner", slow_but(("auto", "device"), "auto"))
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
-def test_seeded_completions_of_attar_tiny(tiny: LLM, options) -> None:
-    """Sampled texts with warps and penalties are those of plain decoding; the compiled step rounds alike."""
+def test_seeded_completions_of_attar_tiny(options, runner) -> None:
+    """Sampled texts with warps and penalties are those of plain decoding; both steps round alike."""
     params = [
         SamplingParams(temperature=0.7, top_p=0.9, seed=seed, max_tokens=24, n=1 + seed % 2)
         for seed in range(3)
     ]
     params += [replace(params[0], repetition_penalty=1.2, presence_penalty=0.3, stop=("\n",))]
-    llm = drafting(**options)
-    want, got = tiny.generate(CODE, params), llm.generate(CODE, params)
+    llm, plain = drafting(**options, **({} if runner == "auto" else {"runner": runner})), plain_by(runner)
+    want, got = plain.generate(CODE, params), llm.generate(CODE, params)
     assert [item.samples for item in got] == [item.samples for item in want]
     assert llm.engine.speculator.failure is None and llm.engine.speculator.counts.drafts
     llm.engine.check()

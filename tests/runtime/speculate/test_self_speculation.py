@@ -15,6 +15,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.kv.evict import Streaming
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled, compiled
+from attar.runtime.runner.device.runner import Device, device_runner
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft_model import DraftModel
@@ -29,7 +30,8 @@ from attar.runtime.speculate.self_speculation import (
 )
 from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.verify import verify
-from tests import tiny_models
+from tests import tiny_mixtures, tiny_models
+from tests.marks import slow_but
 from tests.runtime.driving import greedy
 
 needs_compiler = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
@@ -97,15 +99,19 @@ def test_modules_draft_with_half_of_their_layers() -> None:
 
 
 @needs_compiler
-def test_compiled_layers_are_the_target_s_own_memory() -> None:
+@pytest.mark.parametrize("kind", slow_but(("compiled", "device"), "compiled"))
+def test_layers_are_the_target_s_own_memory(kind) -> None:
     model = tiny_models.build("llama3", num_hidden_layers=4)
-    settings: dict[str, Any] = {"blocks": 16, "kv_dtype": "float32", "bits": 16, "threads": 1}
-    runner = compiled(model.config, model.state_dict(), weights="int8", **settings)
+    settings: dict[str, Any] = {"blocks": 16, "kv_dtype": "float32", "weights": "int8"}
+    if kind == "compiled":
+        runner = compiled(model.config, model.state_dict(), bits=16, threads=1, **settings)
+    else:
+        runner = device_runner(model.config, model.state_dict(), **settings)
     draft = load_self_draft("none", Loaded(runner), way="layers")
     result = draft.runner
-    assert isinstance(result, Compiled) and result.capacity == 16
-    assert [id(layer) for layer in result.weights.layers] == [
-        id(runner.weights.layers[layer]) for layer in (0, 3)
+    assert isinstance(result, type(runner)) and result.capacity == 16
+    assert [id(layer.down) for layer in result.weights.layers] == [
+        id(runner.weights.layers[layer].down) for layer in (0, 3)
     ]
     assert draft.nbytes < runner.weights.nbytes
     prompt = tiny_models.tokens(model, length=9)[0].tolist()
@@ -132,6 +138,26 @@ def test_a_low_bit_copy(folder: Path) -> None:
     prompt = tiny_models.tokens(model, length=9)[0].tolist()
     actual, kept = texts(model, draft, prompt, COUNT)
     assert actual == greedy(model, prompt, COUNT) and kept > 0, "it mostly agrees"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "qwen2_moe"])
+def test_a_low_bit_copy_on_a_device(family, tmp_path: Path) -> None:
+    """Of experts too; a copy has no copy of its own."""
+    if family == "qwen2_moe":
+        model = tiny_mixtures.build(family, shared_expert_intermediate_size=64)
+    else:
+        model = tiny_models.build(family)
+    saved = tiny_models.save(model, tmp_path / family)
+    target = load(saved, runner="device", kv_tokens=256)
+    draft = load_self_draft(saved, target)
+    assert isinstance(draft.runner, Device) and draft.runner.weights.nbytes < target.runner.weights.nbytes / 3
+    prompt = tiny_models.tokens(model, length=9)[0].tolist()
+    actual, kept = texts(model, draft, prompt, COUNT)
+    assert actual == greedy(model, prompt, COUNT) and kept > 0
+    packed = load(saved, runner="device", weights="int4", kv_tokens=256)
+    with pytest.raises(ModelError, match="packed already"):
+        load_self_draft(saved, packed, way="int4")
 
 
 @needs_compiler

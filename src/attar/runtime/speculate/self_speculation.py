@@ -194,9 +194,8 @@ def _packed(runner: Compiled | Device) -> bool:
     """Whether the linear layers have less than 8 bits a weight."""
     layers = runner.weights.layers
     products = [packed for layer in layers for packed in layer.products if packed is not None]
-    return sum(module.nbytes for module in products) < sum(
-        module.rows * module.columns for module in products
-    )
+    counts = [module.rows * module.columns * getattr(module, "experts", 1) for module in products]
+    return sum(module.nbytes for module in products) < sum(counts)
 
 
 def _drafter(

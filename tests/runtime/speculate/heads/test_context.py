@@ -8,6 +8,7 @@ from attar.kernels.build import load
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.runner.compiled import compiled
+from attar.runtime.runner.device.runner import device_runner
 from attar.runtime.runner.modules import Modules
 from attar.runtime.speculate.heads.cache import HeadCache
 from attar.runtime.speculate.heads.context import ContextReader
@@ -111,13 +112,15 @@ def test_a_block_that_is_source_and_target_of_copies_has_what_it_has_now():
     assert manager.readable(0) == manager.table(0).row, "the copies were made"
 
 
-@pytest.mark.parametrize("kind", ["modules", "compiled"])
+@pytest.mark.parametrize("kind", ["modules", "compiled", "device"])
 def test_two_readers_of_one_runner_have_their_own_layers(kind):
     if kind == "compiled" and load("decode") is None:
         pytest.skip("no C++ compiler")
     model = tiny_models.build("llama3")
     if kind == "modules":
         runner = Modules(model, blocks=4)
+    elif kind == "device":
+        runner = device_runner(model.config, model.state_dict(), blocks=4)
     else:
         runner = compiled(model.config, model.state_dict(), blocks=4, threads=1)
     first = ContextReader(runner.keep_hidden((1, 3)), 16, (1, 3))

@@ -17,6 +17,7 @@ from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import compiled
+from attar.runtime.runner.device.runner import device_runner
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.heads.chain import ChainProposer
@@ -26,6 +27,7 @@ from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.policy import DraftPolicy
 from tests import tiny_models
+from tests.marks import slow_but
 from tests.runtime.speculate.proposing import speculator
 
 SHAPE = DraftLayerShape(depth=1, heads=8, kv_heads=4, head_dim=8, intermediate=96, head_norms=False)
@@ -65,6 +67,8 @@ def runner_of(model, kind="modules", blocks=96, block_size=4):
     if kind == "compiled":
         options = {"kv_dtype": "float32", "bits": 16, "blocks": blocks, "block_size": 16, "threads": 1}
         return compiled(model.config, model.state_dict(), **options)
+    if kind == "device":
+        return device_runner(model.config, model.state_dict(), kv_dtype="float32", blocks=blocks)
     return Modules(copy.deepcopy(model), blocks=blocks, block_size=block_size)
 
 
@@ -95,7 +99,7 @@ def answers(llm, asked, params=GREEDY):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("kind", ["modules", "compiled"])
+@pytest.mark.parametrize("kind", slow_but(("modules", "compiled", "device"), "modules", "compiled"))
 def test_drafts_of_an_easy_target_are_accepted(kind, width):
     if kind == "compiled" and load_library("decode") is None:
         pytest.skip("no compiler")
@@ -190,7 +194,7 @@ def test_own_tensors_are_those_of_the_model():
     model = tiny_models.build("gemma2")
     states, tokens = torch.randn(3, 64), torch.tensor([5, 9])
     wanted = torch.tanh(model.lm_head(states) / 30.0) * 30.0
-    for kind in ("modules", *(["compiled"] if load_library("decode") is not None else [])):
+    for kind in ("modules", "device", *(["compiled"] if load_library("decode") is not None else [])):
         own = own_tensors(runner_of(tiny_models.build("gemma2"), kind), "target")
         torch.testing.assert_close(own.logits(states), wanted.detach(), rtol=0.02, atol=0.03)
         table = model.model.embed_tokens.weight[tokens].detach()

@@ -46,6 +46,8 @@ SETUPS = {
     "compiled": ("llama3", "compiled", {"blocks": 8, "kv_dtype": "float32"}),
     "compiled window": ("mistral", "compiled", {"blocks": 7, "kv_dtype": "float16"}),
     "compiled int8": ("llama3", "compiled", {"blocks": 8, "kv_dtype": "int8"}),
+    "device": ("llama3", "device", {"blocks": 8, "kv_dtype": "float32"}),
+    "device window": ("mistral", "device", {"blocks": 7, "kv_dtype": "int8"}),
 }
 FAST = [
     ("medusa tree", "modules"),

@@ -21,6 +21,7 @@ from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import compiled
+from attar.runtime.runner.device.runner import device_runner
 from attar.runtime.runner.from_model import shared_copy
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.grammar import MaskTime
@@ -118,6 +119,8 @@ def runner_of(family: str, kind: str, vocabulary: int = tiny_models.VOCABULARY, 
     model = model_of(family, vocabulary)
     if kind == "modules":
         return Modules(shared_copy(model), **options)
+    if kind == "device":
+        return device_runner(model.config, model.state_dict(), **options)
     return compiled(model.config, model.state_dict(), threads=1, bits=16, **options)
 
 
@@ -168,6 +171,8 @@ CASES = [
     ("llama3", "compiled", {"blocks": 10, "kv_dtype": "float32"}, 0.02),
     ("mistral", "compiled", {"blocks": 7, "kv_dtype": "float16"}, 0.02),
     ("llama3", "compiled", {"blocks": 10, "kv_dtype": "int8"}, 0.06),
+    ("llama3", "device", {"blocks": 10, "kv_dtype": "float32"}, 0.02),
+    ("mistral", "device", {"blocks": 7, "kv_dtype": "int8"}, 0.06),
 ]
 
 

@@ -18,6 +18,7 @@ from attar.runtime.speculate.proposer import DraftRequest
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.verbs import quantize
 from tests import tiny_models, tiny_mtp
+from tests.cases import mostly_slow
 from tests.runtime.speculate.proposing import speculator
 
 LENGTH = 9
@@ -99,12 +100,18 @@ def test_a_draft_of_its_own_state_is_an_entry_like_all(folder):
     torch.testing.assert_close(drafted(chain, tokens, [11])[1], wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_completions_are_those_of_plain_decoding(family, temperature, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "runner"),
+    mostly_slow(
+        [("deepseek_v3", "modules"), ("qwen2", "modules"), ("qwen2", "device"), ("glm4_moe", "device")],
+        [("deepseek_v3", "modules"), ("qwen2", "modules")],
+    ),
+)
+def test_completions_are_those_of_plain_decoding(family, runner, temperature, tmp_path):
     folder = tiny_mtp.save(family, tmp_path / "model")
     params = SamplingParams(temperature=temperature, max_tokens=16, ignore_eos=True, seed=3)
-    loaded = [load(folder, kv_tokens=512, dtype="float32") for _ in range(2)]
+    loaded = [load(folder, kv_tokens=512, dtype="float32", runner=runner) for _ in range(2)]
     drafting = speculator(load_mtp_proposer(loaded[1], folder), most=4)
     plain, llm = LLM.of(loaded[0]), LLM.of(loaded[1], speculator=drafting)
     texts = [[one.token_ids for one in model.generate(PROMPTS, params)] for model in (plain, llm)]

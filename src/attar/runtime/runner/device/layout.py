@@ -54,6 +54,11 @@ class DeviceWeight:
         return int(self.data.shape[-2]) * planes.WORD // self.bits
 
     @property
+    def experts(self) -> int:
+        """E; 1 of a weight by itself."""
+        return int(self.data.shape[0]) if self.data.dim() == 3 else 1
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
         parts = (self.data, self.scales, self.zeros, self.bias)

@@ -272,12 +272,7 @@ def pool_token_bytes(weights: ModelWeights, kv_dtype: str) -> int:
 
 def products(weights: Any) -> list[DeviceWeight]:
     """All that the products of a model multiply by."""
-    names = ("qkv", "out", "gate_up", "down")
-    of_mixture = ("gate_up", "down", "shared_gate_up", "shared_down")
-    parts = [getattr(layer, name) for layer in weights.layers for name in names]
-    mixtures = [layer.mixture for layer in weights.layers if layer.mixture is not None]
-    parts += [getattr(mixture, name) for mixture in mixtures for name in of_mixture]
-    return [part for part in (*parts, weights.head) if part is not None]
+    return [*(part for layer in weights.layers for part in layer.products), weights.head]
 
 
 def _named(weight: DeviceWeight, device: torch.device) -> str:
