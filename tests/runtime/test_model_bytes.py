@@ -93,8 +93,14 @@ def test_states_are_counted(tmp_path, monkeypatch):
     estimate = model_bytes(checkpoint, kv_tokens=64, sequences=5)
     assert 0 <= estimate - allocated(llm) - snapshots - 10 * states < 0.01 * estimate
     assert estimate - model_bytes(checkpoint, kv_tokens=64, sequences=2) == 6 * states > 0
+    without = model_bytes(checkpoint, kv_tokens=64, sequences=5, prefix_cache=False)
+    assert estimate - without == snapshots > 0
     monkeypatch.setattr(memory, "free_memory", lambda **_: estimate)
     message = r"with the states of 9,000 sequences and of snapshots needs .* and 27.* are free"
     with pytest.raises(MemoryNeededError, match=message):
         LLM(folder, kv_tokens=64, limits=Limits(sequences=9000, step_tokens=9000))
     LLM(folder, kv_tokens=64, limits=Limits(sequences=5))
+    monkeypatch.setattr(memory, "free_memory", lambda **_: without)
+    LLM(folder, kv_tokens=64, limits=Limits(sequences=5), prefix_cache=False)
+    with pytest.raises(MemoryNeededError, match="of 5 sequences and of snapshots"):
+        LLM(folder, kv_tokens=64, limits=Limits(sequences=5))

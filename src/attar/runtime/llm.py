@@ -76,7 +76,7 @@ class LLM:
         if prefix_store:
             check_store(prefix_store, prefix_cache, options, layers)
         sequences = (limits or Limits()).sequences
-        loaded = load(model, sequences=sequences, **options, hidden_layers=layers)
+        loaded = load(model, sequences=sequences, prefix_cache=prefix_cache, **options, hidden_layers=layers)
         shared = ("device", "block_size", "activations")  # a draft model keeps its own dtype
         of_draft = {name: options[name] for name in shared if name in options}
         speculator = make_speculator(speculation, loaded, model, **of_draft)

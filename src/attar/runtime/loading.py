@@ -104,11 +104,14 @@ class Loaded:
         return BlockManager(self.runner.capacity, size, reuse=reuse, snapshots=snapshots, **bounds)
 
 
-def load(model: str | Path | Checkpoint, *, sequences: int = 1, **options: Any) -> Loaded:
+def load(
+    model: str | Path | Checkpoint, *, sequences: int = 1, prefix_cache: bool | None = None, **options: Any
+) -> Loaded:
     """Load a model.
 
     Args:
         sequences: that run together; their states must fit into memory.
+        prefix_cache: of :class:`attar.runtime.llm.LLM`: where it is False, no snapshot takes memory.
         options: fields of :class:`attar.runtime.runner.choice.RunnerSettings`.
 
     Raises:
@@ -116,7 +119,7 @@ def load(model: str | Path | Checkpoint, *, sequences: int = 1, **options: Any) 
     """
     settings = RunnerSettings(**options)
     checkpoint = admit(model, causal=True)
-    _check_room(checkpoint, settings, sequences)
+    _check_room(checkpoint, settings, sequences, prefix_cache)
     kind = "device" if settings.on_device else "compiled"
     why = (why_not_device if settings.on_device else why_not_compiled)(checkpoint, settings)
     runner: Compiled | Device | Modules | None = None
@@ -144,7 +147,9 @@ def load(model: str | Path | Checkpoint, *, sequences: int = 1, **options: Any) 
     return Loaded(*parts, checkpoint.fingerprint)
 
 
-def _check_room(checkpoint: Checkpoint, settings: RunnerSettings, sequences: int) -> None:
+def _check_room(
+    checkpoint: Checkpoint, settings: RunnerSettings, sequences: int, prefix_cache: bool | None
+) -> None:
     """Raise MemoryNeededError where the weights alone do not fit into the device's memory: packed ones as
     they are stored, dense ones in 16 bits or as they will be rounded; or with the states of the sequences, or
     with the pool that was asked for."""
@@ -162,8 +167,9 @@ def _check_room(checkpoint: Checkpoint, settings: RunnerSettings, sequences: int
     with suppress(ModelError, SettingsError):  # refused where the runner is made
         layers, state_bytes = kept_shapes(checkpoint.config, torch_dtype(settings.dtype, settings.device))
         if state_bytes:
-            size += states_in_memory(state_bytes, sequences)
-            name = f"{checkpoint.name} with the states of {sequences:,} sequences and of snapshots"
+            size += states_in_memory(state_bytes, sequences, prefix_cache=prefix_cache)
+            snapshots = "" if prefix_cache is False else " and of snapshots"
+            name = f"{checkpoint.name} with the states of {sequences:,} sequences{snapshots}"
             check_memory(name, size, hint="fewer --sequences", free=free)
         if settings.kv_tokens is None or not cached:
             return

@@ -37,13 +37,19 @@ _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def model_bytes(
-    checkpoint: Checkpoint, *, embeddings: bool = False, sequences: int = 1, **options: Any
+    checkpoint: Checkpoint,
+    *,
+    embeddings: bool = False,
+    sequences: int = 1,
+    prefix_cache: bool | None = None,
+    **options: Any,
 ) -> int:
     """The estimate.
 
     Args:
         embeddings: the final hidden states of prompts are kept.
         sequences: that run together.
+        prefix_cache: of :class:`attar.runtime.llm.LLM`.
         options: fields of :class:`attar.runtime.runner.choice.RunnerSettings`.
 
     Raises:
@@ -56,7 +62,8 @@ def model_bytes(
     dtype = torch_dtype(settings.dtype, settings.device)
     layers, state_bytes = kept_shapes(checkpoint.config, dtype)
     cache = _cache(checkpoint, settings, layers, compiled, embeddings)
-    return _weights(checkpoint, settings, compiled) + cache + states_in_memory(state_bytes, sequences)
+    states = states_in_memory(state_bytes, sequences, prefix_cache=prefix_cache)
+    return _weights(checkpoint, settings, compiled) + cache + states
 
 
 def _weights(checkpoint: Checkpoint, settings: RunnerSettings, compiled: bool) -> int:

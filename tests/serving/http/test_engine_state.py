@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("fastapi")
@@ -9,6 +11,7 @@ pytest.importorskip("httpx")
 import httpx
 
 from attar.serving.http import engine_state
+from attar.serving.http.backend import MetricSample
 from attar.serving.http.engine_state import FRESH_S, StateReader
 from tests.serving.http.real import COMPLETIONS, body, holding, serving, settled
 from tests.serving.http.test_app import error, serve
@@ -26,6 +29,18 @@ def test_the_state_is_the_engines():
         "accepted": 12,
         "accepted_at": [5, 4, 2, 1],
     }
+
+
+def test_states_of_sequences_are_shown_where_there_are_any():
+    """What the metrics of a model with such layers say."""
+    client, backend = serve()
+    assert client.get("/attar/state").json()["states"] is None
+    names = ("state_bytes", "state_snapshots", "state_snapshots_reused")
+    samples = [MetricSample(name, "", value) for name, value in zip(names, (9216, 2, 5), strict=True)]
+    stats = dataclasses.replace(backend.stats(), samples=samples)
+    backend.stats = lambda: stats
+    state = StateReader(client.app.state.service).read()
+    assert state.states.model_dump() == {"bytes": 9216, "snapshots": 2, "reused": 5}
 
 
 def test_it_needs_the_key():

@@ -55,9 +55,11 @@ def kept_shapes(
     return tuple(LayerShape(*sizes, window, shape.latent) for window in shape.windows), shape.state_bytes
 
 
-def states_in_memory(state_bytes: int, sequences: int) -> int:
-    """Bytes of the states of ``sequences`` that run, before and after a step, and of all snapshots."""
-    return 2 * sequences * state_bytes + (BYTES // state_bytes * state_bytes if state_bytes else 0)
+def states_in_memory(state_bytes: int, sequences: int, *, prefix_cache: bool | None = None) -> int:
+    """Bytes of the states of ``sequences`` that run, before and after a step, and of all snapshots, which
+    there are unless ``prefix_cache`` is False."""
+    snapshots = BYTES // state_bytes if state_bytes and prefix_cache is not False else 0
+    return (2 * sequences + snapshots) * state_bytes
 
 
 def may_carry_states(config: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""GET /attar/state: what the page shows of a running engine: load, blocks of the cache, speculation.
+"""GET /attar/state: what the page shows of a running engine: load, blocks of the cache, states, speculation.
 
 It is read without the engine's thread (``kv/block_map.py``), and at most once in ``FRESH_S`` seconds, however
 many ask. The counts of speculation grow since the start; acceptance over time is the quotient of differences.
@@ -29,6 +29,14 @@ class BlockMapBody(BaseModel):
     cells: str
 
 
+class StatesBody(BaseModel):
+    """What sequences and snapshots of the prefix cache carry in layers without keys and values."""
+
+    bytes: int
+    snapshots: int
+    reused: int
+
+
 class SpeculationBody(BaseModel):
     """Since the start: drafts verified, tokens in them, those accepted, and those at each position."""
 
@@ -46,6 +54,7 @@ class EngineState(BaseModel):
         chat: whether the chat template tells who wrote a message; else the page lets the model continue text.
         compare: name of the second model of ``--compare``.
         prefix_hits: of ``prefix_queries`` prompt tokens, since the start.
+        states: None where no layer carries any.
     """
 
     model: str
@@ -59,6 +68,7 @@ class EngineState(BaseModel):
     prefix_hits: int
     kv_dtype: str
     blocks: BlockMapBody | None = None
+    states: StatesBody | None = None
     speculation: SpeculationBody | None = None
 
 
@@ -100,6 +110,7 @@ def engine_state(service: Service, compare: str | None = None) -> EngineState:
         prefix_hits=stats.prefix_hits,
         kv_dtype=str(service.facts.get("kv_dtype", "")),
         blocks=_blocks_body(service.backend.block_map()),
+        states=_states_body(stats),
         speculation=_speculation_body(stats, str(service.facts.get("speculation", ""))),
     )
 
@@ -115,6 +126,14 @@ def add_state(router: APIRouter, service: Service, compare: str | None = None) -
 
 def _blocks_body(blocks: BlockMap | None) -> BlockMapBody | None:
     return None if blocks is None else BlockMapBody(**vars(blocks))
+
+
+def _states_body(stats: Stats) -> StatesBody | None:
+    counts = {sample.name: int(sample.value) for sample in stats.samples}
+    if "state_bytes" not in counts:
+        return None
+    names = {"bytes": "state_bytes", "snapshots": "state_snapshots", "reused": "state_snapshots_reused"}
+    return StatesBody(**{field: counts[name] for field, name in names.items()})
 
 
 def _speculation_body(stats: Stats, description: str) -> SpeculationBody | None:

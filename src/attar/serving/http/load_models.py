@@ -101,6 +101,7 @@ def estimated_bytes(command: ServeCommand, path: str) -> int:
     pooling = command.embeddings.of_causal
     sequences = (command.options.get("limits") or Limits()).sequences
     options: dict[str, Any] = {"sequences": sequences, **_runner_options(command)}
+    options["prefix_cache"] = command.options.get("prefix_cache")
     return model_bytes(checkpoint, embeddings=pooling is not None, **options)
 
 

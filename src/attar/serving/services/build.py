@@ -81,7 +81,8 @@ def load_with_offers(
     store = load_options.pop("prefix_store", None)
     if store:
         check_store(store, prefix_cache, load_options, hidden)
-    loaded = load(model, sequences=sequences, **load_options, hidden_layers=hidden)
+    sizes = {"sequences": sequences, "prefix_cache": prefix_cache}
+    loaded = load(model, **sizes, **load_options, hidden_layers=hidden)
     speculator = offer_speculator(loaded, pool, speculation.drafts, speculation.verification)
     llm = LLM.of(loaded, limits=limits, prefix_cache=prefix_cache, speculator=speculator)
     if store:

@@ -23,6 +23,7 @@ function showEngine(state) {
   const rows = [["requests running", state.running], ["requests waiting", state.waiting], ["context", state.context ? `${state.context.toLocaleString("en")} tokens` : "no limit"],
     ["KV cache stored in", state.kv_dtype || "?"],
     ["prompts from the cache", state.prefix_queries ? percent(state.prefix_hits / state.prefix_queries) : "none yet"]];
+  if (state.states) rows.push(["states of sequences", `${(state.states.bytes / 1e6).toFixed(1)} MB, ${state.states.snapshots} snapshots, ${state.states.reused} reused`]);
   $("load").replaceChildren(...rows.flatMap(([name, value]) => [el("dt", null, name), el("dd", null, String(value))]));
   $("blocks").hidden = !state.blocks;
   if (state.blocks) showBlocks(state.blocks);
