@@ -37,5 +37,8 @@ def test_zeros_nothing_and_nan():
     seen.add(torch.zeros(1, 4))
     assert seen.scale() == 1.0
     for bad in (float("nan"), float("inf")):
+        seen = ActivationRange(INT8)
+        for value in (1.0, bad, 2.0):
+            seen.add(torch.tensor([[0.0, value]]))
         with pytest.raises(NumericsError, match="NaN or infinity"):
-            seen.add(torch.tensor([[0.0, bad]]))
+            seen.scale()

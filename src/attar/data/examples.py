@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -46,15 +47,52 @@ class Examples:
         return self._changed(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> Self:
-        """The same on a device."""
-        return self._changed(lambda tensor: tensor.to(device))
+        """The same on a device. What a step asks of it is found here, where the rows are: there the host
+        would wait for it."""
+        moved = self._changed(lambda tensor: tensor.to(device))
+        known = {
+            "width": self.width,
+            "full": self.full,
+            "seed": self.seed,
+            "prediction_indices": self.prediction_indices.to(device),
+        }
+        if self.width < self.tokens.shape[1]:
+            known["narrow"] = self.narrow.to(device)
+        moved.__dict__.update(known)
+        return moved
 
     def trimmed(self) -> Self:
         """The same without the columns at the end that hold no token."""
-        width = int(self.mask.any(0).sum())
-        if width == self.tokens.shape[1]:
-            return self
-        return self._changed(lambda tensor: tensor if tensor.dim() == 1 else tensor[:, :width])
+        return self if self.width == self.tokens.shape[1] else self.narrow
+
+    @cached_property
+    def width(self) -> int:
+        """Columns that hold tokens."""
+        return int(self.mask.any(0).sum())
+
+    @cached_property
+    def narrow(self) -> Self:
+        """The columns that hold tokens."""
+        return self._changed(lambda tensor: tensor if tensor.dim() == 1 else tensor[:, : self.width])
+
+    @cached_property
+    def full(self) -> bool:
+        """Whether there is no padding."""
+        return bool(self.mask.all())
+
+    @cached_property
+    def seed(self) -> int:
+        """Of draws among the tokens; depends on them alone."""
+        return int(self.inputs.sum())
+
+    @cached_property
+    def prediction_indices(self) -> Tensor:
+        """int64 (n,): where something is predicted, in ``targets`` as one row."""
+        return self.predicted.flatten().nonzero()[:, 0]
+
+    def at_predictions(self, values: Tensor) -> Tensor:
+        """(n, ...) of values in the shape of ``targets`` and further dimensions."""
+        return values.flatten(0, self.targets.dim() - 1).index_select(0, self.prediction_indices)
 
     def split(self, size: int) -> Iterator[Self]:
         """Parts of at most ``size`` rows."""
@@ -79,7 +117,7 @@ class Examples:
     @property
     def labels(self) -> Tensor:
         """int64 (n,): the targets of all predictions, row after row."""
-        return self.targets[self.predicted]
+        return self.at_predictions(self.targets)
 
     def count(self) -> int:
         """n."""

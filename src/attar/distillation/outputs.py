@@ -128,9 +128,9 @@ def run_model(
         head_inputs = [] if head is None else recorders.enter_context(without_logits(model))
         outputs = model(**arguments)
     if head is None:
-        predictions = outputs.logits[batch.predicted]
+        predictions = batch.at_predictions(outputs.logits)
     else:
-        predictions, head = head_inputs[-1][batch.predicted], head.of(model)
+        predictions, head = batch.at_predictions(head_inputs[-1]), head.of(model)
         if not torch.is_grad_enabled():  # products as the pass would have made them, here and now
             dtype = product_type(predictions)
             predictions, head = predictions.to(dtype), head.to(dtype)
@@ -142,5 +142,5 @@ def run_model(
         tuple(outputs.hidden_states or ()) if intermediates.states else (),
         tuple(outputs.attentions or ()) if intermediates.attentions else (),
         tuple(qkv),
-        0 if intermediates == NOTHING else int(batch.inputs.sum()),
+        0 if intermediates == NOTHING else batch.seed,
     )

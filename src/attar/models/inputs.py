@@ -22,7 +22,7 @@ def model_inputs(model: Any, batch: Examples) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": batch.inputs}
     if _can_cache(model):
         inputs["use_cache"] = False  # keys and values of all layers would stay until the end of the pass
-    if not bool(mask.all()):
+    if not batch.full:
         padding = getattr(config, "pad_token_id", None)
         fill = padding if isinstance(padding, int) and padding >= 0 else 0
         inputs |= {"input_ids": batch.tokens.masked_fill(~mask, fill), "attention_mask": mask.long()}

@@ -67,18 +67,10 @@ class ActivationRange:
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Add a batch (..., K). Does not modify it.
-
-        Raises:
-            NumericsError: it holds NaN or infinity.
-        """
+        """Add a batch (..., K). Does not modify it, and does not wait for its device."""
         if not x.numel():  # an expert that no token of this batch chose
             return
         low, high = torch.aminmax(x.detach())
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise NumericsError(
-                "an activation holds NaN or infinity", hint="check the model, or its number type"
-            )
         self.low = torch.minimum(self.low.to(x.device), low.float())
         self.high = torch.maximum(self.high.to(x.device), high.float())
         self.tokens += x[..., 0].numel()
@@ -92,10 +84,14 @@ class ActivationRange:
         """s; 1 where only zeros were seen. Of ``tensor_group`` the scale of the scales.
 
         Raises:
-            NumericsError: nothing was seen.
+            NumericsError: nothing was seen, or NaN or infinity.
         """
         if not self.tokens:
             raise NumericsError("no activation was seen", hint="calibrate with more samples")
+        if not torch.isfinite(self.high - self.low):
+            raise NumericsError(
+                "an activation holds NaN or infinity", hint="check the model, or its number type"
+            )
         low, high = self.rule.limits
         if self.rule.strategy == "tensor_group":
             return float(torch.maximum(-self.low, self.high)) / (E4M3_LARGEST * high) or 1.0

@@ -44,16 +44,21 @@ class Hessian:
         inputs: K.
 
     Attributes:
-        tokens: in the sums; weight: the sum of their importance.
+        tokens: in the sums.
         unseen: inputs that were always zero, known after :meth:`value` or :meth:`final`.
     """
 
     def __init__(self, inputs: int) -> None:
         self.sum = torch.zeros(inputs, inputs, dtype=torch.float32)
         self.tokens = 0
-        self.weight = 0.0
+        self._weight: float | Tensor = 0.0
         self.ended = False
         self.unseen = 0
+
+    @property
+    def weight(self) -> float:
+        """The sum of the tokens' importance; to read it waits for the device."""
+        return float(self._weight)
 
     def add(self, x: Tensor, importance: Tensor | None = None) -> None:
         """Add a batch of inputs (..., K); tokens may weigh differently (importance (...), mean about 1)."""
@@ -65,13 +70,13 @@ class Hessian:
             at, from_start = slice(start, start + STEP), slice(start, None)
             self.sum[at, from_start].addmm_(weighted[:, at].T, rows[:, from_start])
         self.tokens += rows.shape[0]
-        self.weight += rows.shape[0] if importance is None else float(importance.sum())
+        self._weight = self._weight + (rows.shape[0] if importance is None else importance.sum().double())
 
     def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
         """Add the sums of several processes: ``total`` of a tensor is its sum over them."""
         self.sum = total(self.sum)
         tokens, weight = total(torch.tensor([self.tokens, self.weight], dtype=torch.float64)).tolist()
-        self.tokens, self.weight = int(tokens), weight
+        self.tokens, self._weight = int(tokens), weight
 
     def value(self) -> Tensor:
         """H, float32 (K, K)."""
@@ -83,7 +88,7 @@ class Hessian:
         """:meth:`value` in the memory of the sum: not to be modified, and nothing is added afterwards."""
         if not self.ended:
             _mirror(self.sum).mul_(2.0 / max(self.weight, 1e-30))
-            self.weight, self.ended, self.unseen = 2.0, True, fill_unseen_(self.sum)
+            self._weight, self.ended, self.unseen = 2.0, True, fill_unseen_(self.sum)
         return self.sum
 
     def _full_sum(self) -> Tensor:
@@ -93,7 +98,7 @@ class Hessian:
     def ordered(self, order: Tensor) -> Hessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
         other = Hessian(0)
-        other.sum, other.tokens, other.weight = self._full_sum()[order][:, order], self.tokens, self.weight
+        other.sum, other.tokens, other._weight = self._full_sum()[order][:, order], self.tokens, self._weight
         return other
 
     @property
@@ -142,7 +147,7 @@ class CrossHessian(Hessian):
         """The same statistics with the inputs in another order, int64 (K,)."""
         other = CrossHessian(0)
         other.sum, other.change = (value[order][:, order] for value in (self._full_sum(), self.change))
-        other.tokens, other.weight = self.tokens, self.weight
+        other.tokens, other._weight = self.tokens, self._weight
         return other
 
     @property

@@ -260,9 +260,9 @@ class OffloadedModel:
             else:
                 value = self.checkpoint.load(self.names[name]).to(self.device, torch.float32)
                 setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in list(self.model.named_buffers()):
             if name not in self.buffers:
-                buffer.data = buffer.data.to(self.device)
+                _set_buffer(self.model, name, buffer.to(self.device))
 
     def _drop_outer(self) -> None:
         for name, parameter in self._outer():

@@ -134,8 +134,8 @@ def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
         rows = logits.numpy()
         tokens = rows.argmax(-1)
         return tokens.tolist(), rows[np.arange(len(rows)), tokens].tolist()
-    largest, indices = logits.max(-1)
-    return indices.tolist(), largest.tolist()
+    largest, indices = torch.stack([part.double() for part in logits.max(-1)]).tolist()  # one copy
+    return [int(index) for index in indices], largest
 
 
 def scale_by_temperature(logits: Tensor, top: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
