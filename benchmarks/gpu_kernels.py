@@ -4,8 +4,9 @@
 
 operators   each product on six shapes and five widths beside float64: the largest error, relative to the
             largest output, and whether a row has the same bits twice, and alone
-speed       GB/s of weights that are read, at 1, 8 and 64 rows, beside F.linear in bfloat16 and Humming, where
-            it is installed; `times` is F.linear's time divided by theirs
+speed       GB/s of weights that are read, at 1, 8 and 64 rows, by attar's kernels, F.linear in bfloat16,
+            torch's int8 and FP8 products, and Humming, where it is installed; `times` is F.linear's time
+            divided by theirs
 gptq        seconds of GPTQ of the matrices of one layer of an 8 B model, times its 32 layers
 
 With --device cpu the shapes are tiny, and the operators' torch bodies run: it shows that the part ends, and
@@ -14,9 +15,8 @@ no speed. Weights are taken in turn from more memory than a card's cache holds."
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,10 +28,18 @@ from attar.kernels.device.planes import join
 from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import Hessian
 from attar.quantization.methods.gptq import gptq
+from attar.runtime.kernel_times import KernelShape
+from attar.runtime.runner.device.layout import DENSE
+from attar.runtime.runner.device.product_times import (
+    candidates,
+    label,
+    median_seconds,
+    product_calls,
+)
 
 WIDTHS = (2, 3, 4, 6, 8)
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (576, 1536))
-SPEED_WIDTHS, GROUP, CACHE = (2, 3, 4, 8), 128, 256 << 20
+SPEED_WIDTHS, GROUP = (2, 3, 4, 8), 128
 LAYER = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}
 LAYER |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
 LAYERS = 32
@@ -102,93 +110,32 @@ def operators(device: torch.device) -> Iterator[Row]:
             )
 
 
-def seconds(calls: list[Callable[[], object]], device: torch.device) -> float:
-    """Median seconds of a call, the calls in turn; with a card's own clock."""
-    rounds = 20 if device.type == "cuda" else 3
-    times = []
-    for call in calls:
-        call()
-    for number in range(rounds * len(calls)):
-        call = calls[number % len(calls)]
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) / 1e3)
-        else:
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-    return sorted(times)[len(times) // 2]
-
-
 def speed(device: torch.device) -> Iterator[Row]:
-    """GB/s of weights at 1, 8 and 64 rows."""
+    """GB/s of weights at 1, 8 and 64 rows, by each kernel that the card has."""
     N, K = shrunk((8192, 8192), device)
     yield f"{N} x {K}", "rows", "us", "GB/s", "times"
-    cards = device.type == "cuda"
-    for M in (1, 8, 64):
-        x = torch.randn(M, K, device=device).bfloat16()
-        copies = 1 + CACHE // (2 * N * K) if cards else 1
-        dense = [torch.randn(N, K, device=device).bfloat16() for _ in range(copies)]
-        plain = seconds([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense], device)
-        yield "F.linear, bfloat16", str(M), f"{1e6 * plain:.1f}", f"{2 * N * K / plain / 1e9:.0f}", "1.00"
-        own = seconds(
-            [lambda w=w, x=x: products.dense_product(x, w, None, torch.bfloat16) for w in dense], device
-        )
-        yield (
-            "dense_product",
-            str(M),
-            f"{1e6 * own:.1f}",
-            f"{2 * N * K / own / 1e9:.0f}",
-            f"{plain / own:.2f}",
-        )
-        del dense
-        for bits in SPEED_WIDTHS:
-            nbytes = N * K * bits // 8 + 2 * N * K // GROUP
-            for name, calls in (
-                (f"packed_product, {bits} bits", packed_calls(x, N, K, bits, nbytes)),
-                (f"Humming, {bits} bits", humming_calls(x, N, K, bits, nbytes)),
-            ):
-                if isinstance(calls, str):
-                    yield name, str(M), calls, "", ""
+    plain = {}
+    for bits in (DENSE, *SPEED_WIDTHS):
+        nbytes = N * K * bits // 8 + (0 if bits == DENSE else 2 * N * K // GROUP)
+        for kernel in speed_kernels(bits, device):
+            for M in (1, 8, 64):
+                shape = KernelShape(label(bits, kernel), N, K, M)
+                try:
+                    took = median_seconds(shape, product_calls(kernel, bits, shape, device), device)
+                except Exception as error:
+                    yield shape.format, str(M), f"failed: {type(error).__name__} {str(error)[:80]}", "", ""
                     continue
-                took = seconds(calls, device)
-                numbers = f"{1e6 * took:.1f}", f"{nbytes / took / 1e9:.0f}", f"{plain / took:.2f}"
-                yield name, str(M), *numbers
+                plain.setdefault(M, took)
+                numbers = f"{1e6 * took:.1f}", f"{nbytes / took / 1e9:.0f}", f"{plain[M] / took:.2f}"
+                yield shape.format, str(M), *numbers
 
 
-def packed_calls(x: Tensor, N: int, K: int, bits: int, nbytes: int) -> list[Callable[[], object]]:
-    """Products of random weights, more than the cache holds."""
-    copies = 1 + CACHE // nbytes if x.device.type == "cuda" else 1
-    weights = [linear(N, K, bits, x.device)[1:] for _ in range(copies)]
-    return [
-        lambda w=w, s=s: products.packed_product(x, w, s, None, None, bits, torch.bfloat16)
-        for w, s in weights
-    ]
-
-
-def humming_calls(x: Tensor, N: int, K: int, bits: int, nbytes: int) -> list[Callable[[], object]] | str:
-    """The same by Humming; what it says where it does not run."""
-    if x.device.type != "cuda" or importlib.util.find_spec("humming") is None:
-        return "not installed" if x.device.type == "cuda" else "needs a GPU"
-    try:
-        from humming.layer import HummingLayer
-
-        config = {"dtype": f"uint{bits}", "group_size": GROUP}
-        layers = []
-        for _ in range(1 + CACHE // nbytes):
-            layer = HummingLayer(shape_n=N, shape_k=K, weight_config=config, torch_dtype=torch.bfloat16)
-            layer = layer.to(x.device)
-            layer.load_from_unquantized(torch.randn(N, K, device=x.device).bfloat16())
-            layer.transform()
-            layer(x)
-            layers.append(layer)
-    except Exception as error:
-        return f"failed: {type(error).__name__} {str(error)[:80]}"
-    return [lambda layer=layer: layer(x) for layer in layers]
+def speed_kernels(bits: int, device: torch.device) -> list[str]:
+    """F.linear first, with which the others are compared; without a card the operators' bodies."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    installed = triton.available(device) or device.type == "cpu"
+    names = candidates(bits, capability, triton=installed, humming=True)
+    return sorted(names, key=lambda name: name != "cublas")
 
 
 def gptq_layer(device: torch.device) -> Iterator[Row]:

@@ -55,7 +55,7 @@ def build_bench(verb: str) -> Any:
             read_settings(BenchSettings, verb, other_options),
         )
         if values["kernels"]:
-            return _kernels(values["model"], cases.batch, progress)
+            return _kernels(values["model"], cases.batch, engine.device, progress)
         if methods.requested:
             batches = cases.batch if values.get("batch") else (1,)
             return _profile(values, methods, cases, engine, batches, progress)
@@ -72,16 +72,21 @@ def build_bench(verb: str) -> Any:
     help = (
         "Measure how fast a model reads prompts and generates completions: alone, and several at a time. "
         "With --speculate or --draft: plain decoding against speculation methods. With --kernels: the times "
-        "of its products, which are kept for attar plan --speed; as YAML for --hardware elsewhere."
+        "of its products, which are kept for attar plan --speed; as YAML for --hardware elsewhere; with "
+        "--device cuda those of a card, by each of its kernels."
     )
     return build_command(verb, help, _EXAMPLE, parameters, act)
 
 
-def _kernels(model: str, batches: Sequence[int], progress: Progress) -> Answer:
-    """Times of a model's products; as text the YAML that ``attar plan --hardware`` takes elsewhere."""
-    from attar.planner.speed import model_kernels
+def _kernels(model: str, batches: Sequence[int], device: str, progress: Progress) -> Answer:
+    """Times of a model's products; as text the YAML that ``attar plan --hardware`` takes elsewhere, of a
+    card the table of its kernels."""
+    from attar.planner.speed import device_kernels, model_kernels
 
-    times = model_kernels(model, batches, progress)
+    if device != "cpu":
+        times = device_kernels(model, batches, device, progress)
+    else:
+        times = model_kernels(model, batches, progress)
     return Answer(times.to_dict(), times.to_yaml().rstrip())
 
 

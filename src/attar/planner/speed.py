@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.hashing import cache_folder
-from attar.errors import CheckpointError
+from attar.errors import CheckpointError, SettingsError
 from attar.models.loading.fit import admit
 from attar.planner.costs import StepTimes, kernel_shapes, layer_groups
 from attar.planner.settings import PlanSettings
@@ -60,6 +60,33 @@ def model_kernels(model: Any, batches: Sequence[int], progress: Progress) -> Ker
     table = kernel_table(shapes, dense, batches, len(fused) // 4, progress)
     wanted = [shape for tokens in batches for shape in kernel_shapes(shapes, dense, tokens)]
     return replace(table, seconds={shape: table.seconds[shape] for shape in wanted})
+
+
+def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Progress) -> KernelTimes:
+    """A card's times of the products of a model by each kernel, measured where its table lacks them.
+
+    Raises:
+        AttarError: see :func:`products_of`; torch sees no such card.
+    """
+    from attar.models.loading.device import pick_device
+    from attar.runtime.runner.device import product_times
+    from attar.runtime.runner.device.runner import has_triton, register_kernels
+
+    chosen = pick_device(device)
+    if chosen.type != "cuda":
+        raise SettingsError("device", device, "a card: cuda or cuda:0")
+    checkpoint = admit(model, progress)
+    fused, dense = products_of(checkpoint, layer_groups(checkpoint))
+    register_kernels(chosen)
+    return product_times.device_times(
+        [*fused.values(), *dense],
+        batches,
+        product_times.table_path(),
+        chosen,
+        card=product_times.card_name(chosen),
+        kernels=product_times.kernels_of(chosen, triton=has_triton(chosen)),
+        progress=progress,
+    )
 
 
 def products_of(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -76,8 +76,11 @@ class KernelTimes:
         write_bytes(path, self.to_yaml().encode())
 
 
-def read_times(path: Path) -> KernelTimes:
+def read_times(path: Path, formats: Sequence[str] = get_args(Kind)) -> KernelTimes:
     """The table of a file.
+
+    Args:
+        formats: that it may have.
 
     Raises:
         SettingsError: it is none; names the entry and what it must be.
@@ -91,12 +94,12 @@ def read_times(path: Path) -> KernelTimes:
         raise SettingsError("hardware", str(path), "a file with machine, threads and kernels")
     table = KernelTimes(str(content.get("machine", "")), content["threads"])
     for number, entry in enumerate(times):
-        shape = _shape(path, number, entry)
+        shape = _shape(path, number, entry, formats)
         table.seconds[shape] = float(entry["seconds"])
     return table
 
 
-def _shape(path: Path, number: int, entry: Any) -> KernelShape:
+def _shape(path: Path, number: int, entry: Any, formats: Sequence[str]) -> KernelShape:
     """The shape of an entry, checked."""
     allowed = f"kernels[{number}] with format, rows, columns, tokens and positive seconds"
     if not isinstance(entry, Mapping) or set(entry) != {*KernelShape._fields, "seconds"}:
@@ -105,7 +108,7 @@ def _shape(path: Path, number: int, entry: Any) -> KernelShape:
     sizes = all(type(size) is int and size > 0 for size in shape[1:])
     seconds = entry["seconds"]
     timed = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < math.inf
-    if shape.format not in get_args(Kind) or not sizes or not timed:
+    if shape.format not in formats or not sizes or not timed:
         raise SettingsError("hardware", str(path), allowed)
     return shape
 

@@ -33,6 +33,7 @@ class DeviceWeight:
         zeros: (..., K / G, N), uint8 or float; None: the middle, or dense.
         bias: float32 (..., N) or None.
         bits: of a code; DENSE: no codes.
+        kernel: cublas: torch's own product; empty: the operator's (linears.py).
     """
 
     data: Tensor
@@ -40,6 +41,7 @@ class DeviceWeight:
     zeros: Tensor | None = None
     bias: Tensor | None = None
     bits: int = DENSE
+    kernel: str = ""
 
     @property
     def rows(self) -> int:

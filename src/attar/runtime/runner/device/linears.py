@@ -2,7 +2,8 @@
 
 torch     the operators' bodies, float32 sums: the CPU, and any device without other kernels
 triton    attar's kernels (kernels/triton), whose sums do not depend on the number of rows
-cublas    torch's own product of dense weights, where there is no Triton
+cublas    torch's own product of dense weights: where there is no Triton, and where it was measured to be
+          faster and a batch may change a text (product_times.py)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attar.kernels.device.native import native_product
 from attar.kernels.device.products import dense_product, experts_dense, experts_product, packed_product
 from attar.runtime.runner.device.layout import DENSE, DeviceWeight
 
@@ -38,6 +40,8 @@ def product_kernel(bits: int, capability: Capability | None, *, triton: bool) ->
 def multiply(weight: DeviceWeight, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """x (M, K) times W^T, and the bias: (M, N), of x's dtype or another."""
     dtype = out_dtype or x.dtype
+    if weight.kernel == "cublas":
+        return native_product(x, weight.data, weight.bias, dtype)
     if weight.scales is None:
         return dense_product(x, weight.data, weight.bias, dtype)
     return packed_product(x, weight.data, weight.scales, weight.zeros, weight.bias, weight.bits, dtype)

@@ -12,6 +12,7 @@ from attar.kernels.experts import MixtureWeights
 from attar.kernels.packed import Kind, quantize
 from attar.runtime.runner.codes import PackedCodes
 from attar.runtime.runner.device.layout import DeviceWeight, device_codes, placed_bias, stacked
+from attar.runtime.runner.device.product_times import dense_kernel, fastest
 from attar.runtime.runner.device.shared_expert import with_shared_expert
 
 
@@ -38,7 +39,8 @@ class DevicePacker:
         """Of a dense matrix."""
         if self.kind is None:
             moved = weight.to(self.device, self.dtype).contiguous()
-            return DeviceWeight(moved, bias=placed_bias(bias, self.device))
+            kernel = dense_kernel(fastest(self.device), *moved.shape)
+            return DeviceWeight(moved, bias=placed_bias(bias, self.device), kernel=kernel)
         codes, scales = quantize(weight, self.kind, self.group)
         return device_codes(PackedCodes(codes, scales, None, self.kind), bias, self.device)
 

@@ -278,7 +278,7 @@ def products(weights: Any) -> list[DeviceWeight]:
 def _named(weight: DeviceWeight, device: torch.device) -> str:
     """A weight's kind, and what multiplies by it."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    kernel = product_kernel(weight.bits, capability, triton=has_triton(device))
+    kernel = weight.kernel or product_kernel(weight.bits, capability, triton=has_triton(device))
     return f"{weight.label} by {kernel}"
 
 
