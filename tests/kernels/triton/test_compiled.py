@@ -110,6 +110,14 @@ def columns(n, levels=(), descend=False, mask=False):
     return lambda: columns.run_block(levels, (0.0, 15.0, 8.0), False, tiles, *factor, *parts)
 
 
+def choice(E, groups=1, shared=0):
+    from attar.kernels.triton import route
+
+    optional = empty(E, dtype=FLOAT), empty(E, dtype=FLOAT), empty(2048, dtype=FLOAT)
+    how = 8, "sigmoid", True, 2.5, groups, max(groups // 2, 1), min(groups, 2), shared
+    return lambda: route.route(empty(64, 2048), empty(E, 2048, dtype=FLOAT), *optional, *how)
+
+
 PRODUCTS = {
     **{f"{bits} bits, {rows} rows": (product, rows, bits, 128) for bits in range(2, 9) for rows in (1, 512)},
     **{f"{bits} bits, groups of {G}": (product, 64, bits, G) for bits in (2, 3, 4, 8) for G in (16, 32, 64)},
@@ -142,6 +150,8 @@ OTHERS = {
     "rope, wide norms": (rope, torch.bfloat16, True),
     "columns": (columns, 128),
     "columns of 16 levels, descending": (columns, 128, tuple(range(-8, 8)), True, True),
+    "choice of 128 experts": (choice, 128),
+    "choice of 256 experts in groups": (choice, 256, 8, 1),
     "norm": (norm, 4096),
     "norm of a wide mixture": (norm, 16384, True),
     **{activation: (gated, activation) for activation in ("silu", "gelu_tanh", "clamped_swiglu")},

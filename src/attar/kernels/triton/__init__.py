@@ -6,6 +6,7 @@ been run on a GPU.
 
     gemm, gemv   products of quantized and dense weights, for many and for few rows
     experts      the same for a mixture of experts
+    route        the choice of its experts, and their pairs in order
     paged        attention over the paged pool
     fused        norms with residual sums, rotary embedding with the write of keys and values, activations
     columns      the loop of GPTQ over a block of columns
@@ -35,7 +36,7 @@ def register() -> None:
     """Have CUDA tensors run these kernels in place of the operators' bodies (``kernels/device``)."""
     from attar.kernels.device import attention, elementwise, products
     from attar.kernels.device.registry import register_kernel
-    from attar.kernels.triton import experts, fused, gemm, paged
+    from attar.kernels.triton import experts, fused, gemm, paged, route
 
     for operation, kernel in (
         (products.packed_product, gemm.packed_product),
@@ -46,6 +47,7 @@ def register() -> None:
         (attention.paged_attention, paged.paged_attention),
         (elementwise.add_norm, fused.add_norm),
         (elementwise.gated, fused.gated),
+        (elementwise.route, route.route),
     ):
         register_kernel(operation, kernel)
 

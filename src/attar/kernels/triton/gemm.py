@@ -190,7 +190,8 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: tor
     """y (M, N) of x (M, K) and a weight (N, K), sums in float32."""
     (M, K), N = x.shape, weight.shape[0]
     count, size = splits(N, K, DENSE.inner, DENSE.columns)
-    split, rows = count > 1 and M <= FEW, row_tile(M, DENSE)
+    split, half = count > 1 and M <= FEW, x.dtype == weight.dtype != torch.float32
+    rows = row_tile(M, DENSE) if half else 16  # float32 takes twice the registers
     y = _output(x, M, N, count if split else 0, out_dtype)
     grid = (triton.cdiv(N, DENSE.columns), triton.cdiv(M, rows), count if split else 1)
     dense_kernel[grid](
