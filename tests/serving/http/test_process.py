@@ -86,6 +86,16 @@ def test_vllm_behind_the_server_and_its_end(tmp_path, monkeypatch):
         assert child.wait(60) == 0 and not Path(socket).exists()
 
 
+def test_sigterm_while_vllm_loads_ends_both(tmp_path, monkeypatch):
+    log = install(tmp_path, monkeypatch)
+    command = [sys.executable, "-m", "attar.cli.main", "serve", "attar:tiny", "--port", "0"]
+    child = subprocess.Popen([*command, "--engine", "vllm --hang"], stderr=subprocess.DEVNULL)
+    until(log.exists, 120)
+    folder = Path(asked(log)[0]["options"][-1]).parent
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 128 + signal.SIGTERM and not folder.exists()
+
+
 def limits(folder, **values):
     """The options of a file of limits."""
     file = folder / "limits.yaml"

@@ -3,7 +3,8 @@
     vllm serve MODEL [options] --uds SOCKET
 
 What it is asked, headers and body, is a line of JSON in $FAKE_VLLM_LOG; the first line has its own options.
-Prompts that mean something: "die" ends the process, "wait" answers when the client has left.
+Prompts that mean something: "die" ends the process, "wait" answers when the client has left, "long" is a
+stream of half a minute.
 """
 
 import json
@@ -54,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for word in WORDS:
+        for word in WORDS * (500 if body["prompt"] == "long" else 1):
             self.event({"choices": [{"text": word}]})
             time.sleep(0.02)
         if (body.get("stream_options") or {}).get("include_usage"):
@@ -86,6 +87,8 @@ if __name__ == "__main__":
     note(options=sys.argv[1:])
     if "--fail" in sys.argv:
         sys.exit("CUDA out of memory")
+    if "--hang" in sys.argv:
+        time.sleep(600)
     with socketserver.ThreadingUnixStreamServer(sys.argv[sys.argv.index("--uds") + 1], Handler) as server:
         server.daemon_threads = True
         server.serve_forever()

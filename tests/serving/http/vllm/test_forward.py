@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -37,9 +38,15 @@ def log(tmp_path, monkeypatch):
 @pytest.fixture
 def served(tmp_path, log):
     """A client, the log of what vLLM was asked, and vLLM."""
+    with serving(tmp_path, log) as parts:
+        yield parts
+
+
+@contextmanager
+def serving(tmp_path, log, **settings):
     keys = tmp_path / "keys.yml"
     keys.write_text(KEYS)
-    settings = ServerSettings(port=0, keys=str(keys), max_texts=4, max_queue=8)
+    settings = ServerSettings(port=0, keys=str(keys), max_texts=4, max_queue=8, **settings)
     with process.running(process.find_vllm(), "model", ["--dtype", "bfloat16"]) as server:
         backend = VllmBackend(server, 64, 257, 2)
         app = create_app(
@@ -114,6 +121,25 @@ def test_a_client_that_leaves_is_seen_by_vllm(served):
 
     asyncio.run(leave())
     until(lambda: asked(log)[-1] == {"left": True})
+
+
+def test_a_stream_ends_with_its_time(tmp_path, log):
+    with serving(tmp_path, log, request_s=0.3) as (client, _, _):
+        body = {**PROMPT, "prompt": "long", "stream": True}
+        began, words = time.monotonic(), 0
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            client.stream("POST", "/v1/completions", json=body, headers=WEB) as answer,
+        ):
+            words = sum(piece.count(b"data: {") for piece in answer.iter_raw())
+        assert time.monotonic() - began < 5 and words < 1500
+        late = client.post("/v1/completions", json={**PROMPT, "prompt": "wait"}, headers=WEB)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "cancelled")
+
+
+def test_paths_pass_as_they_are_written(served):
+    client, *_ = served
+    assert client.get("/v1/models/org%2Fa%20b%0d", headers=WEB).status_code == 404
 
 
 def test_a_server_whose_vllm_has_ended_says_so(served):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -84,7 +85,8 @@ def make_forward(backend: VllmBackend) -> APIRouter:
 
 
 async def _forward(backend: VllmBackend, service: Service, request: Request) -> Response:
-    target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    raw_path, query = (request.scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
+    target = f"{raw_path}?{query}" if query else raw_path
     if request.method != "POST":
         return _response(await _send(backend, request, target, b""), request)
     try:
@@ -99,13 +101,16 @@ async def _forward(backend: VllmBackend, service: Service, request: Request) -> 
     leases.enter_context(backend.counted(completions))
     closing = ExitStack()
     leases.enter_context(service.admission.serving(closing.close, completions, caller))
-    seconds = service.settings.request_s or None
+    loop = asyncio.get_running_loop()
+    end = loop.time() + (service.settings.request_s or math.inf)
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout_at(None if end == math.inf else end):
             answer = await unless_disconnected(_send(backend, request, target, raw), request)
     except TimeoutError:
         raise ApiError(503, "the request takes longer than request_s allows", code="cancelled") from None
     closing.callback(answer.close)
+    if end < math.inf:
+        leases.callback(loop.call_at(end, answer.close).cancel)
     return _response(answer, request, usage, hidden)
 
 
