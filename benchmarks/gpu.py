@@ -11,9 +11,9 @@ OUT/NAME.log.
     result     ok · failed (the last line it said) · over its limit · no time left
 
 Parts: tests/test_devices.py (results of the device against the CPU's), the device runner
-(benchmarks/device.py: operators, products, steps, answers), kernels (gpu_kernels.py), quantize (RTN, GPTQ,
-AWQ), prune, recover, distill, merge, export, evaluate, generate through transformers' modules; then
-quantization and generation by peers."""
+(benchmarks/device.py: operators, products, steps, answers), kernels (gpu_kernels.py), the table of products
+that the runner may choose by (attar bench --kernels), quantize (RTN, GPTQ, AWQ), prune, recover, distill,
+merge, export, evaluate, generate through transformers' modules; then quantization and generation by peers."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--data", "python-docs", "--samples", "16", "--sequence-length", "128")
+BATCHES = ("--batch", "1", "--batch", "8", "--batch", "64")
 STEPS = ("--data", "python-docs", "--steps", "10")
 PATIENCE = 6  # times the limit of a part, on a CPU
 PEERS = {"gptqmodel": "quantize", "auto_round": "quantize", "llmcompressor": "quantize", "mergekit": "merge"}
@@ -133,6 +134,7 @@ def parts(model: str) -> list[Part]:
         kernels("operators", 90),
         kernels("speed", 90),
         kernels("gptq", 90),
+        Part("table of products", verb("bench", model, "--kernels", "--device", "DEVICE", *BATCHES), 60),
         Part("quantize rtn", verb(*quantize, "--method", "rtn"), 60),
         Part("quantize gptq", verb(*quantize, "--method", "gptq", *SMALL), 90),
         Part("quantize awq", verb(*quantize, "--method", "awq", *SMALL), 90),

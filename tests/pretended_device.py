@@ -97,10 +97,20 @@ class Lists(TorchFunctionMode):
         if function in FROM_LISTS and device is not None and torch.device(device) == NAME:
             others = {name: value for name, value in keywords.items() if name != "device"}
             return function(*arguments, **others).to(device)
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            tensor, index, *value = arguments
+            return function(tensor, without_lists(index), *value)
         if function is torch.Tensor.new_tensor and isinstance(arguments[0], DeviceTensor):
             like, values = arguments
             return torch.tensor(values, **{"dtype": like.dtype, **keywords}).to(like.device)
         return function(*arguments, **keywords)
+
+
+def without_lists(index):
+    """An index whose lists are tensors on the CPU."""
+    if isinstance(index, tuple):
+        return tuple(map(without_lists, index))
+    return torch.tensor(index) if isinstance(index, list) else index
 
 
 def run(function, arguments, keywords, device):
@@ -151,6 +161,10 @@ def pretended():
     def precision(kind, *arguments, **options):
         return contextlib.nullcontext() if kind == NAME.type else autocast(kind, *arguments, **options)
 
+    def generator(device="cpu"):
+        return Generator("cpu" if torch.device(device) == NAME else device)
+
+    Generator = torch.Generator
     fused = "torch.optim.optimizer._get_fused_kernels_supported_devices"
     with (
         mock.patch.object(torch, "autocast", precision),
@@ -159,6 +173,7 @@ def pretended():
         ),
         mock.patch.object(accelerate.Accelerator, "device", NAME),
         mock.patch(fused, lambda: ["cpu", NAME.type]),
+        mock.patch.object(torch, "Generator", generator),
         Device() as device,
         Lists(),
     ):

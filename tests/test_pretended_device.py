@@ -110,7 +110,6 @@ ASKED = {  # in a pass transformers asks whether its rows are packed, QAT and fe
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAINED)
 def test_a_step_of_training_waits_for_its_loss_alone(case, model, text, tmp_path):
-    """Draft heads are trained in bfloat16's automatic precision, which the device has not."""
     verb = case.partition(" ")[0]
     settings = {name: str(model) if value == "model" else value for name, value in TRAINED[case].items()}
     reads, shared = [], {**settings, **text, "batch_size": 2, "precision": "fp32"}
@@ -125,6 +124,22 @@ def test_a_step_of_training_waits_for_its_loss_alone(case, model, text, tmp_path
     assert more == {line: 3 * count for line, count in A_STEP.items()}
     getattr(attar, verb)(str(model), out=str(tmp_path / "cpu"), device="cpu", steps=5, **shared)
     close(decoded(tmp_path / "5"), decoded(tmp_path / "cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["medusa", "eagle3", "dspark"])
+def test_a_head_is_trained_as_on_the_cpu(head, model, text, tmp_path):
+    """Rows that the target writes, steps, what is measured; a step waits where the head's loss chooses its
+    positions, as often as the step before."""
+    shared = {**text, "head": head, "drafts": 2, "batch_size": 2, "precision": "fp32"}
+    reads = []
+    for steps in (2, 4, 6):
+        with pretended() as device:
+            attar.train_head(str(model), out=str(tmp_path / f"{steps}"), device=DEVICE, steps=steps, **shared)
+        reads.append(device.reads)
+    assert reads[2] - reads[1] == reads[1] - reads[0]
+    attar.train_head(str(model), out=str(tmp_path / "cpu"), device="cpu", steps=6, **shared)
+    close(decoded(tmp_path / "6"), decoded(tmp_path / "cpu"))
 
 
 @pytest.mark.parametrize(
