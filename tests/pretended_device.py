@@ -37,6 +37,13 @@ INDEXED = ("index", "index_put_", "_index_put_impl_")  # indices may be on the C
 COPIES = ("copy_", "_to_copy", "_pin_memory")
 
 
+class HostGenerator(torch.Generator):
+    """The CPU's, for the device too."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, "cpu" if torch.device(device) == NAME else device)
+
+
 class MixedDevicesError(AssertionError):
     """An operation has tensors of the device and of the CPU."""
 
@@ -161,10 +168,6 @@ def pretended():
     def precision(kind, *arguments, **options):
         return contextlib.nullcontext() if kind == NAME.type else autocast(kind, *arguments, **options)
 
-    def generator(device="cpu"):
-        return Generator("cpu" if torch.device(device) == NAME else device)
-
-    Generator = torch.Generator
     fused = "torch.optim.optimizer._get_fused_kernels_supported_devices"
     with (
         mock.patch.object(torch, "autocast", precision),
@@ -173,7 +176,7 @@ def pretended():
         ),
         mock.patch.object(accelerate.Accelerator, "device", NAME),
         mock.patch(fused, lambda: ["cpu", NAME.type]),
-        mock.patch.object(torch, "Generator", generator),
+        mock.patch.object(torch, "Generator", HostGenerator),
         Device() as device,
         Lists(),
     ):
