@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.cli.main import call
+from attar.data.packing import calibration_batches
+from attar.data.sources import COMPRESSION
 from attar.deployment import gguf
 from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.readers import Decoded
+from attar.models.anatomy.discover import discover
+from attar.models.hidden_states import recording_states
 from attar.models.loading.fit import admit
-from attar.models.loading.load import load_model
+from attar.models.loading.load import load_model, load_tokenizer
+from attar.models.mtp_head import load_mtp_head
 from attar.pruning.experts import prune as experts
+from attar.quantization import mtp_rounding
 from attar.quantization.grids import IntGrid
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import plan
@@ -279,3 +286,128 @@ def test_a_model_with_its_head_computes_what_it_does_without(models, tmp_path):
     rows = tiny_models.tokens(bare, batch=1, length=12)
     with torch.no_grad():
         assert torch.equal(load_model(models["deepseek_v3"])(rows).logits, bare(rows).logits)
+
+
+def mtp_error(folder: Path, written: Checkpoint) -> float:
+    """The squared error of what a quantized head makes, of the squares of what the dense one does, on the
+    model's states of rows that nothing was rounded with."""
+    model, heads = load_model(folder, dtype=torch.float32), [load_mtp_head(open_checkpoint(folder))]
+    heads.append(load_mtp_head(written))
+    rows = text_rows(folder, "train", 8, data=DATA, length=64)
+    with torch.no_grad(), recording_states(model, [len(discover(model).blocks)]) as states:
+        model(input_ids=rows)
+        embedded, positions = model.get_input_embeddings()(rows[:, 1:]), torch.arange(63)
+        lost = total = 0.0
+        for e, h in zip(embedded, states[0][:, :-1], strict=True):
+            dense, rounded = (head(e, h, positions, None) for head in heads)
+            lost += float((dense - rounded).square().sum())
+            total += float(dense.square().sum())
+    return lost / total
+
+
+CALIBRATED: dict[str, Any] = {"data": DATA, "samples": 16, "sequence_length": 64, "check_tokens": 0}
+
+
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_next", marks=pytest.mark.slow),
+                                    pytest.param("deepseek_v3", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_method_rounds_it_with_the_states_that_feed_it(family, models, tmp_path):
+    options = {"scheme": "W4A16", "group_size": 32, "check_tokens": 0}
+    nearest = quantize(models[family], tmp_path / "rtn", method="rtn", **options)
+    solved = quantize(models[family], tmp_path / "gptq", method="gptq", **{**options, **CALIBRATED})
+    assert mtp_error(models[family], solved) < 0.9 * mtp_error(models[family], nearest)
+    rows = solved.card.details["mtp"]
+    coded = {name.removesuffix(".weight") for name in solved.mtp if name.endswith("packed")}
+    assert "mtp" not in nearest.card.details and len(rows) == len(coded) >= 7
+    assert all(row["tokens"] > 0 for row in rows if "experts" not in row["name"])
+    assert sum(row["error"] for row in rows) < 0.8 * sum(row["rtn_error"] for row in rows)
+
+
+def test_a_head_of_an_unknown_form_is_rounded_to_nearest(models, tmp_path, monkeypatch, capsys):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ModelError("its head is of a form unknown here")
+
+    monkeypatch.setattr(mtp_rounding, "load_mtp_head", refuse)
+    options = {**CALIBRATED, "samples": 2, "scheme": "W4A16", "group_size": 32}
+    out = quantize(models["qwen2"], tmp_path / "out", method="gptq", **options)
+    assert "mtp" not in out.card.details
+    name = f"{tiny_mtp.block_name('qwen2', 3)}.mlp.up_proj.weight"
+    wanted = rtn(open_checkpoint(models["qwen2"]).load(name), IntGrid(4, 32, storage=torch.float32))
+    assert torch.equal(Decoded(out.with_mtp).load(name), wanted.dequantize())
+
+
+@pytest.mark.slow
+def test_drafts_of_a_trained_head_are_accepted_as_often(tmp_path):
+    """attar:tiny with a head that starts as its last layer and learns what the model says next."""
+    folder = trained_head(tmp_path / "model")
+    model, rows = load_model(folder, dtype=torch.float32), text_rows(folder, COMPRESSION, 32, seed=7)
+    options = {"scheme": "W3A16", "group_size": 32, "check_tokens": 0, "tune": 0}
+    calibration = {"data": "python-docs", "samples": 64, "sequence_length": 128}
+    outputs = {"rtn": quantize(folder, tmp_path / "rtn", method="rtn", **options)}
+    outputs["gptq"] = quantize(folder, tmp_path / "gptq", method="gptq", **options, **calibration)
+    accepted = {name: acceptance(model, load_mtp_head(out), rows) for name, out in outputs.items()}
+    dense = acceptance(model, load_mtp_head(open_checkpoint(folder)), rows)
+    assert dense > 0.25
+    assert accepted["gptq"] >= accepted["rtn"] and accepted["gptq"] > dense - 0.01
+
+
+def text_rows(
+    folder: Path, split: str, count: int, *, seed: int = 0, data: str = "python-docs", length: int = 128
+) -> torch.Tensor:
+    tokenizer = load_tokenizer(open_checkpoint(folder))
+    sizes: dict[str, Any] = {"samples": count, "sequence_length": length, "batch_size": 4, "seed": seed}
+    return torch.cat(calibration_batches(tokenizer, data, bos="auto", split=split, **sizes))
+
+
+def drafted(model: Any, head: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the head (B, S - 1, V), and the tokens that the model would take there."""
+    with torch.no_grad(), recording_states(model, [len(discover(model).blocks)]) as states:
+        wanted = model(input_ids=rows).logits[:, 1:].argmax(-1)
+        inputs = head.norms[1](states[0][:, :-1]), head.norms[0](model.get_input_embeddings()(rows[:, 1:]))
+    x = head.joint(torch.cat(inputs, -1))  # MiMo: the state first
+    block = head.block(inputs_embeds=x, use_cache=False).last_hidden_state
+    return model.lm_head(head.norm(block)), wanted
+
+
+def acceptance(model: Any, head: Any, rows: torch.Tensor) -> float:
+    """The share of tokens of which the head's first draft is the model's."""
+    with torch.no_grad():
+        logits, wanted = drafted(model, head, rows)
+    return float((logits.argmax(-1) == wanted).float().mean())
+
+
+def trained_head(folder: Path) -> Path:
+    """attar:tiny with a head of MiMo's form, trained for 150 steps."""
+    source, prefix = open_checkpoint("attar:tiny"), "model.mtp_layers.0."
+    folder.mkdir()
+    for file in source.path.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: source.load(name).float() for name in source.tensors}
+    width = config["hidden_size"]
+    own = {f"{name}.weight": torch.ones(width) for name in ("token_layernorm", "hidden_layernorm")}
+    own |= {"input_proj.weight": torch.cat([torch.eye(width), 0.5 * torch.eye(width)], 1)}
+    own |= {"final_layernorm.weight": tensors["model.norm.weight"].clone()}
+    last = f"model.layers.{config['num_hidden_layers'] - 1}."
+    own |= {name.removeprefix(last): t.clone() for name, t in tensors.items() if name.startswith(last)}
+    tensors |= {f"{prefix}{name}": tensor for name, tensor in own.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model, head = load_model(folder, dtype=torch.float32), load_mtp_head(open_checkpoint(folder))
+    model.requires_grad_(False)
+    head.requires_grad_(True)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3)
+    for rows in text_rows(folder, "train", 600).split(4):
+        logits, wanted = drafted(model, head, rows)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    block = head.block.layers[0].state_dict()
+    learned = {"input_proj.weight": head.joint.weight, "final_layernorm.weight": head.norm.weight}
+    learned |= {
+        "token_layernorm.weight": head.norms[0].weight,
+        "hidden_layernorm.weight": head.norms[1].weight,
+    }
+    tensors |= {f"{prefix}{name}": t.detach().clone() for name, t in {**block, **learned}.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -4,13 +4,16 @@ llama-cpp-python runs in the environment ``$ATTAR_PEERS/llama-cpp``, one process
 have float32 weights; token ids are given, so no tokenizer is asked. The KV cache is float32.
 
 llama.cpp looks GELU up in a table of float16; families with it agree to a few 1e-4 of the largest logit, the
-others to a few 1e-6.
+others to a few 1e-6, those with a delta rule to a few 1e-5. Of Gemma 3n's sparse activations it divides the
+variance by one neuron fewer, and so does transformers here. A random Gemma 3n of 22 blocks makes an error of
+3e-4 in its embeddings 0.8: its first tokens are compared.
 """
 
 import json
 import os
 import subprocess
 import textwrap
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +105,28 @@ CASES = {
 }
 TEXTS = {"phi3 with longrope, long": "phi3 with longrope", "llama with longrope, long": "llama with longrope"}
 """The same models with a text that is longer than the original context."""
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+STEADY = {"gemma3n with shared keys": 12}
+"""Tokens that are compared where later ones are not."""
+
+
+def limit(name, gelu):
+    """Of the error, of the largest logit."""
+    family = VARIANTS.get(name, ("",))[0]
+    if family in ("gemma3n", "gemma4"):
+        return 1e-2 if name in STEADY else 2e-3
+    return 1e-3 if gelu else 1e-4 if family in DELTA else 1e-5
+
+
+@contextmanager
+def sample_variance():
+    """Within it torch's deviations are of one degree of freedom fewer."""
+    original = torch.std
+    torch.std = lambda x, dim, keepdim, unbiased: original(x, dim=dim, keepdim=keepdim, unbiased=True)
+    try:
+        yield
+    finally:
+        torch.std = original
 
 
 def tokens(model, length):
@@ -118,7 +143,7 @@ def results(tmp_path_factory):
         model = CASES[TEXTS.get(name, name)]()
         length = 300 if name in TEXTS else TOKENS
         rows = tokens(model, length)
-        with torch.no_grad():
+        with torch.no_grad(), sample_variance() if name.startswith("gemma3n") else nullcontext():
             wanted[name] = (model(rows).logits[0].numpy(), _gelu(model))
         file = write(model, folder / f"{number}.gguf")
         jobs.append({"file": str(file), "tokens": rows[0].tolist(), "out": str(folder / f"{number}.npy")})
@@ -130,7 +155,7 @@ def results(tmp_path_factory):
 
 def _gelu(model):
     config = said(model)
-    return config[architecture(config).activation] not in SILU
+    return config.get(architecture(config).activation, SILU[0]) not in SILU  # LFM2's is in its code
 
 
 def run(jobs):
@@ -144,8 +169,9 @@ def run(jobs):
 def test_logits_are_those_of_transformers(results, name):
     result, wanted, gelu = results[name]
     assert result.shape == wanted.shape and np.isfinite(result).all()
+    result, wanted = (logits[: STEADY.get(name)] for logits in (result, wanted))
     error = np.abs(result - wanted).max() / np.abs(wanted).max()
-    assert error < (1e-3 if gelu else 1e-5)
+    assert error < limit(name, gelu)
     assert (result.argmax(1) == wanted.argmax(1)).all()
 
 
@@ -189,7 +215,12 @@ def test_files_are_read_back_as_the_model(tmp_path, name):
     config = hf_config(file.metadata, file.tensors, file.load)
     state = stored(model)
     tensors = unstacked({name: file.load(name) for name in file.tensors})
-    placed = [one for one in file_placements(config, tensors) if one.stored in state and not one.plus]
+    rounded = {one.gguf for one in placements(said(model), state) if one.negative_exp or one.scales}
+    placed = [
+        one
+        for one in file_placements(config, tensors)
+        if one.stored in state and not one.plus and one.gguf not in rounded
+    ]
     for name, tensor in given_back(placed, tensors).items():
         assert torch.equal(tensor, state[name]), name
     assert config["bos_token_id"] == 0 and config["dtype"] == "float32"

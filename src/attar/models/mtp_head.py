@@ -29,7 +29,9 @@ from attar.formats.readers import Decoded
 from attar.models.anatomy.discover import discover
 from attar.models.fake_quant import CACHES, cache_argument
 from attar.models.hidden_states import recording_states
+from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model
+from attar.models.loading.stored import stored_names
 
 _LAYER = re.compile(r"^(.*?\.|)layers\.(\d+)\.")
 _BLOCK = re.compile(r"(.*)\binput_layernorm\.weight")
@@ -47,6 +49,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         norm: before the model's head.
         state_first: how the inputs of the joint are ordered.
         feeds_normed: what goes on is behind the norm.
+        linears: of the block, by stored name.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         *,
         state_first: bool,
         feeds_normed: bool,
+        linears: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
+        self.linears = dict(linears)
         self.joint, self.norms, self.block, self.norm = joint, nn.ModuleList(norms), block, norm
         self.state_first, self.feeds_normed = state_first, feeds_normed
         self._cache = cache_argument(block) or CACHES[0]
@@ -98,8 +103,11 @@ class ModelWithHead(nn.Module):  # type: ignore[misc]
             self.head(e, h[:-1], positions, None)
 
 
-def load_mtp_head(checkpoint: Checkpoint) -> MtpHead:
+def load_mtp_head(checkpoint: Checkpoint, *, apart: bool = False) -> MtpHead:
     """The head of a checkpoint in float32, in evaluation mode.
+
+    Args:
+        apart: its experts are modules, each with its Linears.
 
     Raises:
         ModelError: the checkpoint has none, or one of another form.
@@ -116,8 +124,17 @@ def load_mtp_head(checkpoint: Checkpoint) -> MtpHead:
     if known is None or prefix is None:
         raise ModelError(f"{checkpoint.name}: its multi-token prediction head is of a form unknown here")
     around = frozenset(stored[part] for part in known)
-    model = load_model(_one_layer(view, prefix, around), dtype=torch.float32)
+    single, inside = _one_layer(view, prefix, around)
+    model = load_model(single, dtype=torch.float32)
+    model = unstack(model) if apart else model
     block = model.get_decoder()
+    modules = dict(model.named_modules())
+    linears = {
+        prefix + stored.removeprefix(inside): module
+        for name, stored in stored_names(model, single, strict=False).items()
+        if stored.startswith(inside)
+        and isinstance(module := modules.get(name.removesuffix(".weight")), nn.Linear)
+    }
 
     def norm_of(name: str) -> nn.Module:
         norm = copy.deepcopy(block.norm)
@@ -132,15 +149,21 @@ def load_mtp_head(checkpoint: Checkpoint) -> MtpHead:
     norm = nn.Identity() if last is None else norm_of(last)
     block.norm, block.embed_tokens = nn.Identity(), None
     head = MtpHead(
-        joint, norms, block, norm, state_first=known[0] in STATE_FIRST, feeds_normed=known[0] in FEEDS_NORMED
+        joint,
+        norms,
+        block,
+        norm,
+        state_first=known[0] in STATE_FIRST,
+        feeds_normed=known[0] in FEEDS_NORMED,
+        linears=linears,
     )
     head.eval().requires_grad_(False)
     return head
 
 
-def _one_layer(view: Decoded, prefix: str, around: frozenset[str]) -> Any:
+def _one_layer(view: Decoded, prefix: str, around: frozenset[str]) -> tuple[Any, str]:
     """The checkpoint with the head's block as its one layer, of the kind of the last layer of the model that
-    has the same modules."""
+    has the same modules; and how its names begin."""
     layers = {name: match for name in view.tensors if (match := _LAYER.match(name))}
     stack = next(iter(layers.values()))[1]
     block = {
@@ -162,7 +185,7 @@ def _one_layer(view: Decoded, prefix: str, around: frozenset[str]) -> Any:
             renamed = f"{stack}layers.0.{name}"
             tensors[renamed] = replace(info, name=renamed)
     config = _config_of_one(view.config, like, len(of_layers))
-    return view.renamed(config, tensors)
+    return view.renamed(config, tensors), f"{stack}layers.0."
 
 
 def _module(local_name: str) -> str:

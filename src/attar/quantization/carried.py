@@ -47,12 +47,13 @@ def carried(source: Any, chosen: QuantizationPlan, settings: QuantizeSettings) -
 def without(chosen: QuantizationPlan, kept: QuantizationPlan) -> QuantizationPlan:
     """The rest of a plan."""
     sites = {name: site for name, site in chosen.sites.items() if name not in kept.sites}
-    return replace(chosen, sites=sites)
+    mtp = {name: site for name, site in chosen.mtp.items() if name not in kept.mtp}
+    return replace(chosen, sites=sites, mtp=mtp)
 
 
 class CarriedCodes:
-    """The stored codes of a plan's Linears, and those of a rounding for all others; a multi-token prediction
-    head's are rounded to nearest.
+    """The stored codes of a plan's Linears, and those of a rounding for all others; of a multi-token
+    prediction head what the rounding leaves out is rounded to nearest.
 
     Args:
         kept: of :func:`carried`.
@@ -65,6 +66,8 @@ class CarriedCodes:
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         site = self.kept.sites.get(stored) or self.kept.mtp.get(stored)
+        if site is None and stored in self.rounded.mtp:
+            return self.rounded.mtp[stored]
         if site is None and stored in self.chosen.mtp:
             return rtn(load(), self._head_grid(stored))
         if site is None:

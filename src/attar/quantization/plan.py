@@ -83,7 +83,7 @@ class QuantizationPlan:
         mixed: experts of a block have several schemes.
         split: q, k and v of a block have several.
         table: name of the stored embedding.
-        mtp: as ``sites``, of the multi-token prediction head; rounded to nearest, as no text runs through it.
+        mtp: as ``sites``, of the multi-token prediction head (mtp_rounding.py).
         stacked: the family, where it stores experts in one tensor; here they are apart.
     """
 
@@ -286,13 +286,18 @@ def embedding_note(checkpoint: Any, chosen: QuantizationPlan) -> str:
     )
 
 
-def mtp_note(checkpoint: Any, chosen: QuantizationPlan) -> str:
-    """A line on what becomes of a multi-token prediction head; empty where there is none."""
+def mtp_note(checkpoint: Any, chosen: QuantizationPlan, calibrated: bool) -> str:
+    """A line on what becomes of a multi-token prediction head; empty where there is none.
+
+    Args:
+        calibrated: it is rounded by the model's method.
+    """
     if not checkpoint.mtp:
         return ""
     if not chosen.mtp:
         return "note: the multi-token prediction head stays as it is, and the config names it"
-    return f"note: {len(chosen.mtp)} Linears of the multi-token prediction head are rounded to nearest"
+    how = "with the states that feed them" if calibrated else "to nearest"
+    return f"note: {len(chosen.mtp)} Linears of the multi-token prediction head are rounded {how}"
 
 
 def _override(text: str) -> tuple[str, str]:

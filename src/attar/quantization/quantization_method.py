@@ -62,6 +62,9 @@ class RoundedModel:
             were none.
         norms: learned norms and biases, float32, by stored name.
         tuning: what the card says of the tuning; empty where there was none.
+        mtp: codes of a multi-token prediction head's Linears, by stored name; those that are not there are
+            rounded to nearest.
+        mtp_reports: one row of each.
     """
 
     codes: CodeSource
@@ -71,6 +74,8 @@ class RoundedModel:
     precision: str = ""
     norms: Mapping[str, Tensor] = field(default_factory=dict)
     tuning: Mapping[str, Any] = field(default_factory=dict)
+    mtp: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+    mtp_reports: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

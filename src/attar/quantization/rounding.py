@@ -35,6 +35,7 @@ from attar.quantization.methods.gptaq import gptaq
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.output_hessian import OutputHessian
 from attar.quantization.methods.qronos import qronos
+from attar.quantization.mtp_rounding import HeadRounding
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.position_weights import positions_of
 from attar.quantization.quantization_method import QuantizationMethod, RoundedModel, RoundingTask
@@ -92,8 +93,23 @@ def round_layers(task: RoundingTask) -> RoundedModel:
             hessian.collect(precision)
         task.processes.wait()
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    sweep = _sweep_options(task, layers, batches, precision)
-    return _swept(task, sweep_linears(task.checkpoint, batches, solver, sweep))
+    sweep, head = _sweep_options(task, layers, batches, precision), None
+    if rounds_mtp(settings) and task.plan.mtp:
+        sites = {layer.module: layer for layer in task.plan.mtp.values()}
+        file = task.work / "mtp.safetensors"
+        head = HeadRounding(
+            task.checkpoint, task.plan.mtp, replace(solver, layers=sites), file, task.progress
+        )
+        sweep = replace(sweep, after_blocks=head)
+    swept = _swept(task, sweep_linears(task.checkpoint, batches, solver, sweep))
+    return swept if head is None else replace(swept, mtp=head.codes(), mtp_reports=head.reports())
+
+
+def rounds_mtp(settings: QuantizeSettings) -> bool:
+    """Whether the Linears of a multi-token prediction head are rounded by the method: where it rounds one
+    Linear at a time by its inputs alone, and chooses no zeros."""
+    alone = METHODS[settings.method].walk is round_layers and settings.amount is None
+    return alone and not isinstance(settings.rounding, YAQASettings)
 
 
 def learn_blocks(task: RoundingTask) -> RoundedModel:

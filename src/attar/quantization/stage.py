@@ -37,7 +37,7 @@ from attar.quantization.gates import rarest_expert
 from attar.quantization.mixed_precision.search import choose_bits
 from attar.quantization.plan import QuantizationPlan, embedding_note, group_sizes, mtp_note, plan
 from attar.quantization.quantization_method import RoundingTask
-from attar.quantization.rounding import METHODS
+from attar.quantization.rounding import METHODS, rounds_mtp
 from attar.quantization.settings import (
     VERSION,
     AWQSettings,
@@ -84,7 +84,7 @@ def quantize(
         if settings.amount is not None:
             settings.amount.check(layer.shape[1], layer.module)
     settings = with_tuning(settings, first, checkpoint, progress)
-    for note in (embedding_note(checkpoint, first), mtp_note(checkpoint, first)):
+    for note in (embedding_note(checkpoint, first), mtp_note(checkpoint, first, rounds_mtp(settings))):
         if note:
             progress.log(note)
     if _calibrates(settings, first) or settings.check_tokens:
@@ -148,6 +148,8 @@ def quantize(
             details["rarest_expert"] = {"name": rarest[0], "tokens": rarest[1]}
         if isinstance(settings.rounding, SparseGPTQSettings) and settings.rounding.amount is not None:
             details["zeros"] = _chosen_zeros(settings.rounding.amount, chosen, reports)
+        if rounded.mtp_reports:
+            details["mtp"] = rounded.mtp_reports
         if rounded.tuning:
             details["tuning"] = dict(rounded.tuning)
         if rounded.precision:

@@ -13,6 +13,7 @@ come from one row of v and share its scale: ``source`` is the map.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -255,6 +256,9 @@ def norm_offset(norm: Any) -> float | None:
     """c of a norm that computes n(x) * (c + weight) + bias: 0, in Gemma 1; None for any other norm."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return None
+    arguments = inspect.signature(norm.forward).parameters.values()
+    if sum(argument.default is argument.empty for argument in arguments) != 1:  # a gate is needed too
         return None
     x = torch.linspace(-1.0, 2.0, weight.numel())[None, None] + 0.1
     bias = getattr(norm, "bias", None)
