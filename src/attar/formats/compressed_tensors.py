@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.tensors import TORCH
-from attar.errors import CheckpointError
+from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded
 from attar.formats.layouts import G_IDX, GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales
@@ -253,6 +253,13 @@ class CompressedTensorsReader(PackedReader):
         elif self._group(name).form in (MXFP4, MXFP8):
             scales = [torch.where(scales[0] == 255, torch.nan, torch.exp2(scales[0] - 127))]
         optional = self.load_present(f"{base}.", (GLOBAL, INPUT_SCALE, INPUT_GLOBAL))
+        activations = self._group(name).activations
+        if (
+            activations is not None
+            and activations.static
+            and not {INPUT_SCALE, INPUT_GLOBAL} & optional.keys()
+        ):
+            raise NumericsError(f"{base} has no scale of its inputs", hint="quantize the model again")
         check_scales(f"{base}.{SCALE}", [*scales, *(scale.float() for scale in optional.values())])
         check_codes(base, self.checkpoint.load(name), scales[0])
 
@@ -265,7 +272,13 @@ class CompressedTensorsReader(PackedReader):
         """(N, K) of a coded weight."""
         base, shape = name.rpartition(".")[0], self.checkpoint.tensors[name].shape
         if form == PACK:
-            rows, columns = (int(size) for size in self.checkpoint.load(self.stored(f"{base}.{SHAPE}").name))
+            info = self.stored(f"{base}.{SHAPE}")
+            if tuple(info.shape) != (2,):
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: {info.name} is {list(info.shape)}, but must be two numbers",
+                    hint="the file is damaged; get it again",
+                )
+            rows, columns = (int(size) for size in self.checkpoint.load(info.name))
             return rows, columns
         return shape[0], shape[1] * 2 if form in (NVFP4, MXFP4) else shape[1]
 
@@ -297,6 +310,9 @@ class CompressedTensorsReader(PackedReader):
         if leaf not in specs or specs[leaf] != (info.dtype, info.shape):
             return False
         if any(part in specs and f"{base}.{part}" not in self.checkpoint.tensors for part in (ZERO, G_IDX)):
+            return False
+        above = self.checkpoint.tensors.get(f"{base}.{GLOBAL}")
+        if above is not None and above.shape not in ((), (1,)):
             return False
         dtype, tiles = specs[SCALE]
         return dtype == scale.dtype and scale.shape in (tiles, () if tiles == (1,) else tiles)

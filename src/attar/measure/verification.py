@@ -1,23 +1,27 @@
 """The verb ``verify``: a finished file or folder, opened as engines open it, beside its original.
 
 opened      config, names and shapes by the gate of all verbs; codes and scales by the format's reader;
-            matrices that the config says are quantized and that are stored dense; tokens of the
-            tokenizer, chat template and generation config as the original's
+            matrices that the config says are quantized and that are stored dense; a multi-token
+            prediction head as whole as the original's; tokens of the tokenizer, chat template and generation
+            config as the original's, whose tokens exist
 measured    KL with its noise floor, flips in both directions, greedy answers and their length
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint.geometry import geometry
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.parts import part_of
-from attar.errors import NumericsError
+from attar.checkpoint.tensors import check_finite
+from attar.errors import AttarError, NumericsError
 from attar.formats import compressed_tensors, gptq, modelopt
 from attar.formats.readers import Decoded, quant_method, reader
 from attar.measure.evaluate import Measurements, evaluate
@@ -29,6 +33,7 @@ from attar.models.loading.fit import admit
 from attar.models.loading.load import GENERATION, load_tokenizer
 from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_names
+from attar.models.mtp_head import load_mtp_head
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -40,6 +45,14 @@ NAMES_DENSE = {compressed_tensors.METHOD: "ignore", gptq.METHOD: "dynamic", mode
 """Methods whose config names what is dense, and the field that does."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Last names of Linears that engines keep dense whatever the config says."""
+TOKENS = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+)
+"""Keys whose values are tokens."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+UNFIT = ("half a head", "token without row", "absent tensor")
+"""Oddities that other verbs pass over with a line."""
 LENGTHS = 2.0
 """Times the original's answers that mean answers may be longer or shorter."""
 
@@ -94,22 +107,34 @@ def verify(
     settings = settings or VerifySettings()
     checkpoint = admit(open_checkpoint(model), progress)
     base = admit(open_checkpoint(against), progress)
-    faults = [*_misstated(checkpoint), *_damaged(checkpoint, progress), *_other_texts(checkpoint, base)]
-    measured = evaluate(
-        checkpoint,
-        EvaluateSettings(
-            data=settings.data,
-            bos=settings.bos,
-            tokens=settings.tokens,
-            sample="",
-            sample_tokens=ANSWER,
-            speed=False,
-            seed=settings.seed,
-            device=settings.device,
-        ),
-        reference=base,
-        progress=progress,
-    )
+    faults = [
+        *(odd.text for odd in checkpoint.oddities if odd.what in UNFIT),
+        *_misstated(checkpoint),
+        *_half_head(checkpoint, base),
+        *_damaged(checkpoint, progress),
+        *_other_texts(checkpoint, base),
+        *_absent_tokens(checkpoint),
+    ]
+    try:
+        measured = evaluate(
+            checkpoint,
+            EvaluateSettings(
+                data=settings.data,
+                bos=settings.bos,
+                tokens=settings.tokens,
+                sample="",
+                sample_tokens=ANSWER,
+                speed=False,
+                seed=settings.seed,
+                device=settings.device,
+            ),
+            reference=base,
+            progress=progress,
+        )
+    except NumericsError as error:
+        if not faults:
+            raise
+        raise NumericsError(f"{checkpoint.path}: {faults[0]}", hint=error.hint) from error
     faults += _too_far(measured, settings)
     return Verification(checkpoint.spelling, base.spelling, tuple(faults), measured)
 
@@ -139,13 +164,42 @@ def _misstated(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"config.json: {field} lacks {wrong[0]}, which is stored dense ({len(wrong)} in all)"
 
 
+def _half_head(checkpoint: Checkpoint, base: Checkpoint) -> Iterator[str]:
+    """A multi-token prediction head that lacks modules of the original's, or that cannot be run where the
+    original's can. One that is left out as a whole is no fault."""
+    if not checkpoint.mtp:
+        return
+    ours, theirs = (_modules(Decoded(opened).mtp) for opened in (checkpoint, base))
+    if lost := sorted(theirs - ours):
+        yield f"its multi-token prediction head lacks {lost[0]} ({len(lost)} of {len(theirs)} modules)"
+    elif (why := _unrunnable(checkpoint)) and not (base.mtp and _unrunnable(base)):
+        yield f"its multi-token prediction head cannot be run: {why}"
+
+
+def _unrunnable(checkpoint: Checkpoint) -> str:
+    """Why a head cannot be run; empty: it can."""
+    try:
+        load_mtp_head(checkpoint)
+    except AttarError as error:
+        return error.message
+    return ""
+
+
+def _modules(names: Iterable[str]) -> frozenset[str]:
+    """Modules of tensors; the experts of a mixture, which pruning removes, are one."""
+    return frozenset(_EXPERT.sub(".experts.", name).rpartition(".")[0] for name in names)
+
+
 def _damaged(checkpoint: Checkpoint, progress: Progress) -> Iterator[str]:
-    """Codes and scales that cannot be right."""
-    read = reader(checkpoint)
-    with progress.task("codes", total=len(checkpoint.tensors)) as task:
-        for name in checkpoint.tensors:
+    """Codes and scales that cannot be right, of the multi-token prediction head too."""
+    stored = checkpoint.with_mtp
+    read = reader(stored)
+    with progress.task("codes", total=len(stored.tensors)) as task:
+        for name in stored.tensors:
             try:
                 read.check(name)
+                if name in checkpoint.mtp and not read.is_coded(name):  # no measurement runs it
+                    check_finite(name, stored.load(name), checkpoint.path)
             except NumericsError as error:
                 yield error.message
             task.advance()
@@ -161,6 +215,16 @@ def _other_texts(checkpoint: Checkpoint, base: Checkpoint) -> Iterator[str]:
     if other:
         values = json.dumps(stored.get(other[0])), json.dumps(wanted.get(other[0]))
         yield f"{GENERATION}: {other[0]} is {values[0]}, the original's {values[1]}"
+
+
+def _absent_tokens(checkpoint: Checkpoint) -> Iterator[str]:
+    """Token ids of the generation config that the model has no row for."""
+    count = geometry(checkpoint.config, "float32").vocabulary
+    for key, value in _generation(checkpoint.path).items():
+        tokens = value if isinstance(value, list) else [value]
+        absent = [token for token in tokens if not (token is None or token in range(count or 0))]
+        if key in TOKENS and count and absent:
+            yield f"{GENERATION}: {key} is {json.dumps(absent[0])}, but the model has {count} tokens"
 
 
 def _generation(folder: Path) -> dict[str, Any]:

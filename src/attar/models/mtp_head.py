@@ -141,6 +141,14 @@ def load_mtp_head(checkpoint: Checkpoint, *, apart: bool = False) -> MtpHead:
         norm.weight.data = view.load(name).float()
         return norm
 
+    width = block.config.hidden_size
+    wanted = {stored[part]: (width, 2 * width) if part == known[0] else (width,) for part in known}
+    wanted |= {name: (width,) for name in view.mtp if _NORM.fullmatch(name)}
+    for name, shape in wanted.items():
+        if tuple(view.mtp[name].shape) != shape:
+            raise ModelError(
+                f"{checkpoint.name}: tensor {name} is {list(view.mtp[name].shape)}, but must be {list(shape)}"
+            )
     weight = view.load(stored[known[0]]).float()
     joint = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     joint.weight = nn.Parameter(weight)
