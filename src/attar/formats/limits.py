@@ -176,7 +176,7 @@ def kernels(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
         )
     return (
         f"vLLM loads packed codes of 4 or 8 bits, and zero points with 4; {odd[0]} has {rule.bits} bits, "
-        f"{zeros}{_more(odd[1:])}: transformers decodes it, vLLM may refuse it"
+        f"{zeros}{_more(odd[1:])}: transformers decodes it, vLLM refuses it without Humming"
     )
 
 
