@@ -228,7 +228,10 @@ def test_files_are_read_back_as_the_model(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("variant", "kind"),
-    [("mixtral", "Q4_0"), ("deepseek_v3", "Q8_0"), ("granitemoe", "Q5_1"), ("gpt_oss", "MXFP4_MOE")],
+    [
+        *[("mixtral", "Q4_0"), ("deepseek_v3", "Q8_0"), ("granitemoe", "Q5_1"), ("gpt_oss", "MXFP4_MOE")],
+        *[("qwen3_5_moe", "Q8_0"), ("gemma4 with experts", "Q8_0")],
+    ],
 )
 def test_quantized_experts_run_in_llama_cpp(tmp_path, variant, kind):
     """Against the same codes decoded; llama.cpp rounds inputs to 8 bits, which may also send a token to
