@@ -12,6 +12,7 @@ from attar.checkpoint.names import check_links
 from attar.errors import CheckpointError
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_pipeline")
 """Keys of JSON files that name Python files of the same folder."""
 LARGEST = 1 << 20  # bytes of a JSON file of settings

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint.companions import GENERATION
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import open_checkpoint
@@ -30,7 +31,7 @@ from attar.measure.settings import EvaluateSettings, VerifySettings
 from attar.models.anatomy.roles import is_linear
 from attar.models.loading.empty import empty_model
 from attar.models.loading.fit import admit
-from attar.models.loading.load import GENERATION, load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_names
 from attar.models.mtp_head import load_mtp_head

@@ -5,6 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
+from attar.errors import CheckpointError
 from attar.models.loading.fit import admit
 from attar.models.loading.load import load_model
 from tests import tiny_models
@@ -37,3 +38,11 @@ def test_a_tie_inside_text_config_is_that_of_the_model(stored, tmp_path):
     assert checkpoint.config["tie_word_embeddings"] is not stored
     loaded = load_model(checkpoint)
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) is not stored
+
+
+@pytest.mark.parametrize(("content", "words"), [("{no", "not JSON"), ("[1, 2]", "not a JSON object")])
+def test_a_generation_config_that_is_none_is_refused_before_any_work(tmp_path, content, words):
+    folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=f"generation_config.json.*{words}"):
+        admit(folder)

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from attar.checkpoint.companions import CODE_KEYS, tokenizer_files
+from attar.checkpoint.companions import CODE_KEYS, GENERATION, tokenizer_files
 from attar.checkpoint.geometry import geometry
+from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.oddities import ANOTHER_VERSION, REFUSED, Oddity, oddity
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.weight_files import more
@@ -80,6 +81,8 @@ def fitting(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint compared with its family and its tokenizer, with what is odd about them. Raises as
     :func:`admit`."""
     refuse_draft_head(checkpoint)
+    if (checkpoint.path / GENERATION).is_file():
+        read_json(checkpoint.path / GENERATION)  # every verb copies it, and what loads the result reads it
     packed = quant_method(checkpoint) is not None
     checkpoint = _without_code(checkpoint)
     view: Any = checkpoint

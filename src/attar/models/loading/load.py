@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 
 from attar.checkpoint.atomic import write_config
+from attar.checkpoint.companions import GENERATION
+from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError
 from attar.memory import check_memory
 from attar.models.draft_heads.kind import refuse_draft_head
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
 
 logger = logging.getLogger(__name__)
-GENERATION = "generation_config.json"
 SENTENCEPIECE = ("sentencepiece", "google.protobuf")
 LARGER = (
     "a larger machine, or what works block by block: quantize, merge, export, prune to zeros, "
@@ -94,7 +95,11 @@ def load_model(
                 f"{checkpoint.path}: transformers cannot load it: {first_line(error)}"
             ) from error
         if source["pretrained_model_name_or_path"] is None and (checkpoint.path / GENERATION).is_file():
-            loaded.generation_config = GenerationConfig.from_pretrained(str(checkpoint.path))
+            content = read_json(checkpoint.path / GENERATION)
+            try:
+                loaded.generation_config = GenerationConfig.from_dict(content)
+            except Exception as error:
+                raise CheckpointError(f"{checkpoint.path / GENERATION}: {first_line(error)}") from error
     _check_report(checkpoint, loaded, report)
     _check_numbers(checkpoint, loaded)
     round_activations(checkpoint, loaded)
