@@ -31,7 +31,7 @@ OPTION = re.compile(r"--(?:index-url|python) \S+|--no-deps|-[eq]\b")
 
 @cache
 def raised() -> list[tuple[str, str]]:
-    """Package and extra of every error about a missing package, where both are literals."""
+    """Package and extra of every error about a missing package, where both are literals and there is one."""
     calls = [
         node.args
         for path in (ROOT / "src/attar").rglob("*.py")
@@ -40,7 +40,7 @@ def raised() -> list[tuple[str, str]]:
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingExtraError"
     ]
     values = [[part.value for part in args if isinstance(part, ast.Constant)] for args in calls]
-    return [(pair[0], pair[1]) for pair in values if len(pair) == 2]
+    return [(pair[0], pair[1]) for pair in values if len(pair) == 2 and pair[1] is not None]
 
 
 @pytest.mark.parametrize(("package", "extra"), raised())
