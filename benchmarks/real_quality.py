@@ -152,7 +152,7 @@ def types(model: Path, names: list[str]) -> str:
             layers=measured.layers,
             heads=measured.heads,
             kv_heads=measured.kv_heads,
-            architecture=family.written,
+            architecture=family.arch,
             imatrix=True,
         )
         inner = {one: kind for one, kind in mixture.kinds.items() if one.startswith("blk.") and kind != "F32"}

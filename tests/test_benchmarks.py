@@ -156,6 +156,12 @@ def test_a_method_that_failed_has_a_row_with_its_reason():
     assert theirs == "| auto-round | autoround | failed: longer than 9 s | | | | | |"
 
 
+def test_what_a_mix_is_on_a_model():
+    lines = real_quality.types(quality.open_checkpoint("attar:tiny").path, ["Q4_K_M"]).splitlines()
+    name, average, shares = lines[2].strip("| ").split(" | ")
+    assert name == "Q4_K_M" and 4.5 <= float(average) < 6 and "Q4_K" in shares
+
+
 def test_timing_goes_forth_and_back_and_takes_smallest_time_and_largest_peak():
     ours, theirs = launch.Method("attar", "gptq"), launch.Method("gptqmodel", "gptq")
     assert [method for _, method in timing.plan([ours, theirs], 3)] == [
