@@ -145,7 +145,7 @@ def solve_head(rows: Any, linears: Mapping[str, nn.Module], solver: LinearSolver
 
 
 def groups(rows: Any, linears: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
-    """Linears in forward order, those with the very same input together; found by one row."""
+    """Linears in forward order, as one row shows it; those with the very same input together."""
     order: list[tuple[str, Tensor]] = []
     hooks = [
         linear.register_forward_pre_hook(lambda _, args, name=name: order.append((name, args[0])))

@@ -17,45 +17,14 @@ from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.marks import slow_but
 from tests.quantization.packing import pack
+from tests.runtime.runner.compiled_steps import BLOCKS, LENGTH, in_bfloat16, logits_of, run, runner, tokens
 from tests.runtime.test_loading import logits as logits_of_runner
 
 pytestmark = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ compiler")
 
-LENGTH, BLOCKS = 40, (5, 2, 9)
-
 
 def built(family="lfm2", **changes):
-    """Weights that bfloat16 holds; routers are float32."""
-    model = tiny_models.build(family, **changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith("gate.weight"):
-                parameter.copy_(parameter.bfloat16().float())
-    return model
-
-
-def runner(model, **settings):
-    given = {"blocks": 60, "threads": 2, "kv_dtype": "float32", "bits": 16, **settings}
-    return compiled(model.config, model.state_dict(), **given)
-
-
-def tokens(count=LENGTH, seed=0):
-    drawn = torch.Generator().manual_seed(seed)
-    return torch.randint(2, tiny_models.VOCABULARY, (count,), generator=drawn).tolist()
-
-
-def run(actual, *parts):
-    """A step of (sequence, ids, start, stop, blocks, options); the logits of all its tokens."""
-    ids, spans = [], []
-    for sequence, all_ids, start, stop, blocks, *options in parts:
-        ids += all_ids[start:stop]
-        more = options[0] if options else {}
-        spans.append(TokenSpan(sequence, start, stop, tuple(blocks), stop - start, **more))
-    return actual.run(StepInput(ids, tuple(spans)))
-
-
-def logits_of(model, ids):
-    return tiny_models.logits(model, torch.tensor([ids]))[0]
+    return in_bfloat16(tiny_models.build(family, **changes))
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from attar.runtime.runner.latent import LatentProducts
 from attar.runtime.runner.lora import read_lora
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_mixtures, tiny_models
 from tests.marks import slow_but
 from tests.quantization.packing import pack
 from tests.runtime.driving import greedy
+from tests.runtime.runner.compiled_steps import BLOCKS, LENGTH, in_bfloat16, logits_of, run, runner, tokens
 from tests.runtime.runner.test_latent import build
 from tests.runtime.runner.test_lora import generate, write_adapter
 from tests.runtime.test_loading import logits as logits_of_runner
@@ -33,50 +33,18 @@ pytestmark = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ 
 
 FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu")
 DENSE = {"first_k_dense_replace": 9, "num_hidden_layers": 2, "max_position_embeddings": 700}
-LENGTH, BLOCKS = 40, (5, 2, 9)
 CLOSE = {"rtol": 0, "atol": 1e-4}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale_all_dim": 0.7, "mscale": 1.0}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16}
 
 
 def built(family="DeepseekV3", **changes):
-    """Weights that bfloat16 holds; routers are float32."""
-    model = build(family, **changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith(("gate.weight", "bias")):
-                parameter.copy_(parameter.bfloat16().float())
-    return model
-
-
-def runner(model, **settings):
-    given = {"blocks": 60, "threads": 2, "kv_dtype": "float32", "bits": 16, **settings}
-    return compiled(model.config, model.state_dict(), **given)
-
-
-def tokens(count=LENGTH, seed=0):
-    drawn = torch.Generator().manual_seed(seed)
-    return torch.randint(2, tiny_models.VOCABULARY, (count,), generator=drawn).tolist()
-
-
-def run(actual, *parts, parents=None, copies=()):
-    """A step of (sequence, ids, start, stop, blocks); the logits of all its tokens."""
-    ids, spans = [], []
-    for sequence, all_ids, start, stop, blocks in parts:
-        ids += all_ids[start:stop]
-        spans.append(TokenSpan(sequence, start, stop, tuple(blocks), stop - start))
-    step = StepInput(ids, tuple(spans), copies, parents)
-    step.check(actual.block_size, actual.capacity)
-    return actual.run(step)
+    return in_bfloat16(build(family, **changes))
 
 
 def in_chunks(actual, ids, *cuts, blocks=BLOCKS):
     pairs = itertools.pairwise([0, *cuts, len(ids)])
     return torch.cat([run(actual, (0, ids, a, b, blocks)) for a, b in pairs])
-
-
-def logits_of(model, ids):
-    return tiny_models.logits(model, torch.tensor([ids]))[0]
 
 
 @pytest.mark.few(2)

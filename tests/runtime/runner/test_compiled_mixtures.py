@@ -11,47 +11,17 @@ from attar.kernels.build import load
 from attar.kernels.packed import unpack
 from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import StepInput, TokenSpan
-from tests import tiny_mixtures, tiny_models
+from tests import tiny_mixtures
+from tests.runtime.runner.compiled_steps import LENGTH, in_bfloat16, logits_of, run, runner, tokens
 
 pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
-LENGTH = 40
 CLOSE = {"rtol": 0, "atol": 2e-4}
 
 
 def built(family, **changes):
-    """A model whose weights bfloat16 holds; routers are float32."""
-    model = tiny_mixtures.build(family, **changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith(("gate.weight", "router.weight", "bias", "sinks")):
-                parameter.copy_(parameter.bfloat16().float())
-    return model
-
-
-def runner(model, **settings):
-    given = {"blocks": 24, "threads": 2, "kv_dtype": "float32", "bits": 16, **settings}
-    return compiled(model.config, model.state_dict(), **given)
-
-
-def tokens(length=LENGTH, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, tiny_models.VOCABULARY, (length,), generator=generator).tolist()
-
-
-def run(actual, *parts):
-    """A step of (sequence, ids, start, stop, blocks); the logits of all its tokens."""
-    ids, spans = [], []
-    for sequence, all_ids, start, stop, blocks in parts:
-        ids += all_ids[start:stop]
-        spans.append(TokenSpan(sequence, start, stop, tuple(blocks), stop - start))
-    return actual.run(StepInput(ids, tuple(spans)))
-
-
-def logits_of(model, ids):
-    return tiny_models.logits(model, torch.tensor([ids]))[0]
+    return in_bfloat16(tiny_mixtures.build(family, **changes))
 
 
 @pytest.mark.few(3)

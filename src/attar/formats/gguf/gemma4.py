@@ -237,21 +237,12 @@ _ROUTER = "layers.{}.router"
 _EXPERTS = "layers.{}.experts"
 _MIXTURE = (
     router(f"{_ROUTER}.proj", needs="experts"),
-    ModuleMapping(
-        "blk.{}.ffn_gate_inp",
-        f"{_ROUTER}.scale",
-        ("hidden",),
-        matrix=False,
-        leaves=(".scale", ""),
-        needs="experts",
-    ),
-    ModuleMapping(
-        "blk.{}.ffn_down_exps",
-        f"{_ROUTER}.per_expert_scale",
-        ("experts",),
-        matrix=False,
-        leaves=(".scale", ""),
-        needs="experts",
+    *(
+        ModuleMapping(gguf, stored, size, matrix=False, leaves=(".scale", ""), needs="experts")
+        for gguf, stored, size in (
+            ("blk.{}.ffn_gate_inp", f"{_ROUTER}.scale", ("hidden",)),
+            ("blk.{}.ffn_down_exps", f"{_ROUTER}.per_expert_scale", ("experts",)),
+        )
     ),
     *(
         replace(norm(f"blk.{{}}.{gguf}", f"layers.{{}}.{stored}"), needs="experts")
