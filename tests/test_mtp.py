@@ -23,7 +23,7 @@ from attar.models.anatomy.discover import discover
 from attar.models.hidden_states import recording_states
 from attar.models.loading.fit import admit
 from attar.models.loading.load import load_model, load_tokenizer
-from attar.models.mtp_head import load_mtp_head
+from attar.models.mtp_head import MtpHead, load_mtp_head
 from attar.pruning.experts import prune as experts
 from attar.quantization import mtp_rounding
 from attar.quantization.grids import IntGrid
@@ -320,6 +320,25 @@ def test_a_method_rounds_it_with_the_states_that_feed_it(family, models, tmp_pat
     assert "mtp" not in nearest.card.details and len(rows) == len(coded) >= 7
     assert all(row["tokens"] > 0 for row in rows if "experts" not in row["name"])
     assert sum(row["error"] for row in rows) < 0.8 * sum(row["rtn_error"] for row in rows)
+
+
+def test_what_feeds_it_is_the_rounded_models_state_and_the_next_token(models, tmp_path, monkeypatch):
+    seen, forward = [], MtpHead.forward
+
+    def recorded(self: Any, e: torch.Tensor, h: torch.Tensor, *more: Any) -> torch.Tensor:
+        seen.append((e, h))
+        return forward(self, e, h, *more)
+
+    monkeypatch.setattr(MtpHead, "forward", recorded)
+    options = {**CALIBRATED, "samples": 2, "scheme": "W4A16", "group_size": 32, "precision": "fp32"}
+    out = quantize(models["qwen2"], tmp_path / "out", method="gptq", **options)
+    model = load_model(out, dtype=torch.float32)
+    rows = text_rows(models["qwen2"], COMPRESSION, 2, data=DATA, length=64)
+    with torch.no_grad(), recording_states(model, [len(discover(model).blocks)]) as states:
+        model(input_ids=rows)
+    for row, state, (e, h) in zip(rows, states[0], seen[-2:], strict=True):
+        assert torch.equal(e, model.get_input_embeddings()(row[1:]))
+        torch.testing.assert_close(h, state[:-1], rtol=0, atol=1e-3 * float(state.abs().max()))
 
 
 def test_a_head_of_an_unknown_form_is_rounded_to_nearest(models, tmp_path, monkeypatch, capsys):
