@@ -3,6 +3,7 @@
     python benchmarks/real.py --parts quality gguf pipeline
         [--data DIR] [--work DIR] [--schemes W4:64 ...] [--methods gptq ...] [--peers auto-round ...]
         [--types Q4_K_M ...] [--samples 128] [--length 256] [--tokens 8192] [--seeds 0 1 2] [--questions 400]
+        [--dithered]
 
 DIR of ``--data`` holds wikitext-2 and choices. Everybody calibrates on the same rows of WikiText-2's valid
 text and is measured on its test text, in float32, against the model as it is stored. Finished cells go to the
@@ -13,12 +14,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import export as gguf_files
 import quality as packed
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import attar
 from attar.checkpoint import open_checkpoint
@@ -77,6 +82,7 @@ def options(rest: list[str]) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=400, help="of each set of questions; 0: all")
     parser.add_argument("--ratio", type=float, default=0.2, help="of neurons that the pipeline prunes")
     parser.add_argument("--steps", type=int, default=60, help="of the pipeline's trainings")
+    parser.add_argument("--dithered", action="store_true", help="weights moved off the grid of their file")
     parser.add_argument("--cached", action="store_true", help="of quality: print what is there, run nothing")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds that a cell may take")
     args, _ = parser.parse_known_args(rest)
@@ -91,7 +97,29 @@ def dense(args: argparse.Namespace) -> Path:
     folder: Path = args.work / "smollm2-dense"
     if not folder.exists():
         attar.export(MODEL, folder, format="dense")
-    return folder
+    if not args.dithered:
+        return folder
+    moved: Path = args.work / "smollm2-dithered"
+    if not moved.exists():
+        shutil.copytree(folder, moved)
+        file = moved / "model.safetensors"
+        save_file(dithered(load_file(file)), file, {"format": "pt"})
+        (moved / "attar.json").unlink(missing_ok=True)  # its hashes are of the other
+    return moved
+
+
+def dithered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices of the blocks, each weight w -> w + u (max - min) / 15 of its 32 neighbours, u uniform in
+    (-1/2, 1/2): w is anywhere where Q4_1 rounds to the level that it had."""
+    generator = torch.Generator().manual_seed(0)
+    result = dict(tensors)
+    for name, weight in sorted(tensors.items()):
+        if ".layers." in name and weight.dim() == 2:
+            cells = weight.float().unflatten(1, (-1, 32))
+            step = (cells.amax(2, True) - cells.amin(2, True)) / 15
+            moved = cells + (torch.rand(cells.shape, generator=generator) - 0.5) * step
+            result[name] = moved.flatten(1).to(weight.dtype)
+    return result
 
 
 def common(args: argparse.Namespace) -> list[str]:

@@ -57,6 +57,19 @@ def test_rows_limit_stops_reading():
     assert len(pack_separate(endless(), 2, [], rows=5)) == 5
 
 
+@pytest.mark.parametrize(("rows", "counts"), [(5, [3, 2]), (None, [4, 2])])
+def test_a_mixture_has_as_many_rows_of_each_source(rows, counts, tmp_path):
+    for name, lines in (("a", 4), ("b", 2)):
+        (tmp_path / f"{name}.txt").write_text(f" {name}" * 8 * lines)
+    tokenizer = tiny_models.tokenizer()
+    mixed = f"whole:{tmp_path}/a.txt + whole:{tmp_path}/b.txt"
+    found = pack(tokenizer, mixed, "compression", length=8, rows=rows, seed=0).rows
+    apart = [tokenizer(f" {name}")["input_ids"][0] for name in "ab"]
+    kinds = [0 if apart[0] in row else 1 for row in found.tolist()]
+    assert kinds[:4] == [0, 1, 0, 1]
+    assert [kinds.count(kind) for kind in (0, 1)] == counts
+
+
 def test_calibration_and_evaluation_do_not_share_rows():
     tokenizer = tiny_models.tokenizer()
     kept = calibration_batches(

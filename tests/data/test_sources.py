@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from attar.data import python_text, splits
-from attar.data.sources import documents, fingerprint
+from attar.data.sources import documents, fingerprint, sources
 from attar.errors import DataError, SettingsError
 
 
@@ -96,6 +96,22 @@ def test_fingerprint_follows_the_content(tmp_path):
     assert fingerprint("python-stdlib") == fingerprint("python-stdlib")
 
 
+def test_documents_of_a_mixture_come_in_turns(tmp_path):
+    first, second = tmp_path / "first.txt", tmp_path / "second + third.jsonl"
+    first.write_text("a")
+    second.write_text('{"text": "b"}\n{"text": "c"}\n')
+    both = f"whole:{first} + whole:{second.parent / 'second'} + third.jsonl"
+    assert sources(f"whole:{second}") == [f"whole:{second}"], "a file that exists is no mixture"
+    assert len(sources(both)) == 3
+    second.rename(second := tmp_path / "second.jsonl")
+    both = f"whole:{first}  + whole:{second}"
+    assert set(documents(both, "train")) == {"a", "b", "c"}
+    assert next(documents(both, "train")) == "a"
+    before = fingerprint(both)
+    second.write_text('{"text": "b"}\n')
+    assert fingerprint(both) != before
+
+
 @pytest.mark.parametrize("data", ["", ":", " ", ":text", "whole:", "x" * 5_000])
 def test_data_without_a_name_is_no_folder(data, tmp_path, monkeypatch):
     """The empty name was the current folder, with all that is below it."""
@@ -131,6 +147,7 @@ def test_every_verb_has_one_rule_for_data_bos_and_seed(name):
     kind = getattr(importlib.import_module(f"attar.{module}"), cls)
     assert (kind().data, kind().bos, kind(seed=2**63 - 1).seed) == ("auto", "auto", 2**63 - 1)
     wrongs = [{"seed": -1}, {"seed": 2**63}, {"data": ""}, {"data": ":"}, {"data": " "}]
+    wrongs += [{"data": "a.txt + "}, {"data": "auto + a.txt"}]
     if "bos" in {field.name for field in fields(kind)}:  # trainings have the tokenizer's own
         wrongs.append({"bos": "yes"})
     for wrong in wrongs:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attar.chat_template import apply_template
 from attar.checkpoint.geometry import geometry
-from attar.data.sources import COMPRESSION, read_split
+from attar.data.sources import COMPRESSION, in_turns, read_split, sources
 from attar.data.splits import Document
 from attar.errors import DataError
 
@@ -168,6 +168,12 @@ def pack(
     Raises:
         DataError: the source holds less than one row.
     """
+    if len(names := sources(data)) > 1:
+        share = None if rows is None else -(-rows // len(names))
+        options: dict[str, Any] = {"length": length, "seed": seed, "packing": packing, "bos": bos}
+        parts = [pack(tokenizer, name, split, rows=share, **options) for name in names]
+        shared = next((part.shared for part in parts if part.shared), "")
+        return PackedRows(torch.stack(list(in_turns(part.rows for part in parts))[:rows]), shared)
     front, end = front_tokens(tokenizer, bos), end_token(tokenizer)
     if len(front) >= length:
         raise DataError(f"rows of {length} tokens hold only {len(front)} of the tokenizer's own in front")

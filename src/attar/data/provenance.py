@@ -19,7 +19,7 @@ from attar.checkpoint.hashing import sha256_file, sha256_text
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import UNKNOWN, identify_service
 from attar.data.python_text import CHAT, PROSE
-from attar.data.sources import UNSPLIT, path_of
+from attar.data.sources import UNSPLIT, path_of, sources
 
 CARD = ".card.json"
 PYTHON_SOURCES = (PROSE, CHAT, "python-stdlib")
@@ -37,6 +37,8 @@ def provenance(data: str, *, signal: bool) -> tuple[Parent, ...]:
         CheckpointError: a card is damaged.
         DataError: a file cannot be read.
     """
+    if len(names := sources(data)) > 1:
+        return tuple(record for name in names for record in provenance(name, signal=signal))
     name = data.removeprefix(UNSPLIT)
     if name in PYTHON_SOURCES:
         return ()

@@ -12,7 +12,7 @@ LARGEST_SEED = 2**63 - 1
 
 SOURCES = (
     "auto (what fits the model), python-docs, python-docs-chat, python-stdlib, FILE, FOLDER, "
-    "JSONL[:field] or a hub data set"
+    "JSONL[:field], a hub data set, or a mixture: SOURCE + SOURCE"
 )
 
 
@@ -38,8 +38,8 @@ def check_text(settings: Any) -> None:
     Raises:
         SettingsError: names the wrong one.
     """
-    name = settings.data.removeprefix("whole:").partition(":")[0]
-    if not name.strip() or "\0" in settings.data:
+    names = [part.strip().removeprefix("whole:").partition(":")[0] for part in settings.data.split(" + ")]
+    if not all(map(str.strip, names)) or ("auto" in names and names != ["auto"]) or "\0" in settings.data:
         raise SettingsError("data", settings.data, SOURCES)
     if settings.bos not in BOS:
         raise SettingsError("bos", settings.bos, "auto, always or never")

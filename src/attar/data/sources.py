@@ -14,9 +14,10 @@ A source is one string:
     train.tsv                labelled texts: one document per line, without the label in its last column
     org/name[:field]         a hub data set, through ``datasets`` (its split train)
     whole:SOURCE             all of a file, folder or data set for every split, such as a test set
+    SOURCE + SOURCE          a mixture: as many rows of each, in turns
 
-``auto``, the default of every verb, becomes one of the first three (see auto.py). All but ``whole:`` are
-split into text for training, calibration and evaluation (see splits.py).
+``auto``, the default of every verb, becomes one of the first three, or a mixture of them (see auto.py). All
+but ``whole:`` are split into text for training, calibration and evaluation (see splits.py).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +42,7 @@ T = TypeVar("T")
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")
 UNSPLIT = "whole:"
+_PLUS = re.compile(r" +\+ +")
 COMPRESSION = "compression"
 """What a method without a training of its own reads: all text but the evaluation's."""
 
@@ -70,9 +74,25 @@ def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
     yield from read_split(data, split, seed).documents
 
 
+def sources(data: str) -> list[str]:
+    """The sources of a mixture; of any other source, itself."""
+    return [data] if _exists(data.removeprefix(UNSPLIT)) else _PLUS.split(data)
+
+
+def in_turns(parts: Iterable[Iterable[T]]) -> Iterator[T]:
+    """The first of each part, the second of each, and so on until all are at their end."""
+    missing = object()
+    for turn in zip_longest(*parts, fillvalue=missing):
+        yield from (value for value in turn if value is not missing)  # type: ignore[misc]
+
+
 def read_split(data: str, split: str, seed: int = 0, *, unsplit: bool = False) -> Split:
     """The same as a :class:`Split`; with ``unsplit``, all of a source that would be split by position.
-    :data:`COMPRESSION` is the text of training and of calibration."""
+    :data:`COMPRESSION` is the text of training and of calibration. Documents of a mixture come in turns."""
+    if len(names := sources(data)) > 1:
+        splits = [read_split(name, split, seed, unsplit=unsplit) for name in names]
+        shared = next((part.shared for part in splits if part.shared), "")
+        return Split(list(in_turns(part.documents for part in splits)), shared)
     if split == COMPRESSION:
         return _all_but_evaluation(data, seed, unsplit)
     if split not in SPLITS:
@@ -110,6 +130,8 @@ def _of_files(data: str, split: str, unsplit: bool) -> Split:
 
 def fingerprint(data: str) -> str:
     """A hash of a source's current content (of a hub data set, its name): part of a stage's identity."""
+    if len(names := sources(data)) > 1:
+        return hashlib.sha256(" ".join(map(fingerprint, names)).encode()).hexdigest()
     digest = hashlib.sha256(data.encode(errors="surrogateescape"))
     if data in ("python-stdlib", python_text.PROSE, python_text.CHAT):
         for relative, file in python_text.all_files():
@@ -135,11 +157,15 @@ def _field(data: str) -> tuple[str, str | None]:
     """
     data = data.removeprefix(UNSPLIT)
     name, colon, field = data.rpartition(":")
-    if _explained(data, Path(data).exists) or not colon:
+    if _exists(data) or not colon:
         name, field = data, ""
     if not name.strip():
         raise DataError("the data has no name", hint=f"--data takes {SOURCES}")
     return name, field or None
+
+
+def _exists(name: str) -> bool:
+    return _explained(name, Path(name).exists)
 
 
 def _explained(where: object, read: Callable[[], T]) -> T:
