@@ -7,6 +7,10 @@
     python scripts/train_tiny.py WORK --family qwen3_moe
                                                  attar:tiny-moe, a mixture of experts that starts from
                                                  attar:tiny's weights, into attar's cache folder
+    python scripts/train_tiny.py WORK --family qwen3_5
+    python scripts/train_tiny.py WORK --family granitemoehybrid
+                                                 attar:tiny-hybrid and attar:tiny-mamba, three layers in four
+                                                 with a gated delta rule or Mamba 2, likewise
 
 Kill it when you like; the same command goes on. Two phases: most tokens in rows of 512, the last ones in rows
 of 2,048, which is the model's context. The card tells what came out.
@@ -17,6 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,11 +30,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -76,7 +85,8 @@ WIDE = replace(
 )
 SIBLING = replace(LONG, steps=1500, evaluate_every=500)
 MIXTURE = replace(LONG, steps=210, learning_rate=2e-3, evaluate_every=210, checkpoint_every=30)
-UPCYCLED = (0, 2, 5, 7)  # attar:tiny's layers that the mixture starts from
+HYBRID = replace(MIXTURE, steps=160, evaluate_every=160, checkpoint_every=20)
+UPCYCLED = (0, 2, 5, 7)  # attar:tiny's layers that the mixture and the hybrids start from
 BALANCE = 0.01  # of the load-balancing loss: Switch Transformers' (arXiv 2101.03961, section 2.2)
 
 
@@ -198,6 +208,75 @@ def upcycle(model: Qwen3MoeForCausalLM, dense: LlamaForCausalLM) -> None:
             layer.mlp.experts.down_proj[expert] = source.mlp.down_proj.weight[:, rows] * (neurons / width)
 
 
+HYBRID_SIZE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+
+
+def build_delta(dense: LlamaForCausalLM) -> Qwen3_5ForCausalLM:
+    """A Qwen3.5 of 4.0 M parameters: three layers with a gated delta rule (8 value heads of 32 on 4 key
+    heads of 32) and one with attention; embedding and MLPs start as a dense model's."""
+    torch.manual_seed(SEED)
+    config = Qwen3_5TextConfig(
+        **HYBRID_SIZE,
+        head_dim=32,
+        linear_num_value_heads=8,
+        linear_num_key_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    )
+    model = Qwen3_5ForCausalLM(config)
+    with torch.no_grad():
+        for layer, index in zip(model.model.layers, UPCYCLED, strict=True):
+            layer.mlp.load_state_dict(dense.model.layers[index].mlp.state_dict())
+    return model
+
+
+def build_mamba(dense: LlamaForCausalLM) -> GraniteMoeHybridForCausalLM:
+    """A Granite 4 of 4.3 M parameters without experts: three layers with Mamba 2 (8 heads of 64, states of
+    32) and one with attention without positions; embedding and MLPs start as a dense model's."""
+    torch.manual_seed(SEED)
+    config = GraniteMoeHybridConfig(
+        **HYBRID_SIZE,
+        num_local_experts=0,
+        shared_intermediate_size=768,
+        attention_multiplier=32**-0.5,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_chunk_size=64,
+    )
+    model = GraniteMoeHybridForCausalLM(config)
+    with torch.no_grad():
+        for layer, index in zip(model.model.layers, UPCYCLED, strict=True):
+            mlp = dense.model.layers[index].mlp
+            layer.shared_mlp.input_linear.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+            layer.shared_mlp.output_linear.weight.copy_(mlp.down_proj.weight)
+    return model
+
+
+def build_hybrid(build: Callable[[LlamaForCausalLM], nn.Module], embedded: Path) -> nn.Module:
+    """A hybrid that starts from attar:tiny, but for what mixes tokens."""
+    dense = LlamaForCausalLM.from_pretrained(embedded, dtype=torch.float32)
+    model = build(dense)
+    model.model.embed_tokens.load_state_dict(dense.model.embed_tokens.state_dict())
+    return model
+
+
+HYBRIDS = {"qwen3_5": ("tiny-hybrid", build_delta), "granitemoehybrid": ("tiny-mamba", build_mamba)}
+
+
 def loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Next-token cross-entropy in nats, mean over tokens."""
     return _cross_entropy(model(input_ids=tokens).logits, tokens)
@@ -246,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     embedded = Path(__file__).parents[1] / "src/attar/embedded/tiny"
-    parser.add_argument("--family", choices=("llama", "qwen2", "qwen3_moe"), default="llama")
+    parser.add_argument("--family", choices=("llama", "qwen2", "qwen3_moe", *HYBRIDS), default="llama")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -271,6 +350,17 @@ def main() -> None:
             f" an expert is a third of a layer's neurons); load-balancing loss times {BALANCE}"
         )
         write_card(out, "attar:tiny-moe", [(MIXTURE, history)], "--family qwen3_moe", notes)
+        return
+    if args.family in HYBRIDS:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded)
+        name, build = HYBRIDS[args.family]
+        hybrid = build_hybrid(build, embedded)
+        history = phase(hybrid, tokenizer, HYBRID, args.work / name, name)
+        out = args.out or cache_folder() / name
+        save(hybrid, tokenizer, out)
+        layers = ", ".join(map(str, UPCYCLED))
+        notes = f"embedding and MLPs start as those of attar:tiny's layers {layers}"
+        write_card(out, f"attar:{name}", [(HYBRID, history)], f"--family {args.family}", notes)
         return
     args.out = args.out or embedded
     if (args.work / "tokenizer/tokenizer.json").exists():

