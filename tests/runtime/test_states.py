@@ -65,7 +65,8 @@ def prompts(model):
     [
         ("qwen3_5", None),
         ("lfm2", "suffix"),
-        pytest.param("lfm2 compiled", "suffix", marks=COMPILER),
+        pytest.param("lfm2 compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("qwen3_5 compiled", "suffix", marks=COMPILER),
         pytest.param("lfm2_moe compiled", None, marks=(COMPILER, pytest.mark.slow)),
         pytest.param("lfm2 compiled", "self", marks=(COMPILER, pytest.mark.slow)),
         pytest.param("qwen3_5", "suffix", marks=pytest.mark.slow),

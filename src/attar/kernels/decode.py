@@ -2,7 +2,8 @@
 
 A layer is  x += post(out(attention(norm(x)))),  x += post(down(act(gate(norm(x))) up(norm(x))))  with
 RMS norms, grouped-query attention and rotary positions; the norms `post` are Gemma's, absent elsewhere. In
-place of the MLP a layer may have a mixture of experts (experts.py), and all layers latents (latents.py).
+place of the MLP a layer may have a mixture of experts (experts.py), all layers latents (latents.py), and some
+a recurrence in the place of attention (recurrences.py).
 csrc/decode/step.h computes it. Configs and tensor names belong to runner/compiled.py.
 """
 
@@ -26,6 +27,7 @@ from attar.kernels.latents import LatentShape, LatentWeights, check_latents, lat
 from attar.kernels.memory import huge_pages
 from attar.kernels.packed import PackedWeight
 from attar.kernels.product import default_threads
+from attar.kernels.recurrences import RecurrenceWeights, check_recurrence, recurrence_struct
 from attar.kernels.structures import StepTokens, batch_struct
 
 TILE = 16  # keys of a block in one vector
@@ -36,11 +38,12 @@ KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4, "int4": 5}  # of 
 
 @dataclass(frozen=True)
 class ConvolutionWeights:
-    """A short causal convolution of each channel (LFM2), in the place of attention.
+    """A short causal convolution of each channel, in the place of attention: alone (LFM2), where the channels
+    are the hidden ones, or before a recurrence.
 
     Attributes:
-        kernel: float32 (width, hidden), what the oldest input is multiplied by first.
-        bias: float32 (hidden,).
+        kernel: float32 (width, channels), what the oldest input is multiplied by first.
+        bias: float32 (channels,).
     """
 
     kernel: Tensor
@@ -54,20 +57,23 @@ class LayerWeights:
 
     Attributes:
         qkv: rows of queries, keys and values, head by head; with latents: of queries or of their latents, of
-            keys' latents, of the rotated key; of a convolution: B, C and x of csrc/decode/step.h.
+            keys' latents, of the rotated key; of a convolution: B, C and x of csrc/decode/step.h; of a
+            recurrence: as its shape says. Behind the values there may be gates, which multiply the outputs
+            of heads by their sigmoids (Qwen3-Next).
         out: attention's output projection.
         gate_up: rows of the gate, then rows of up; None with a mixture.
-        down: the MLP's output projection; None with a mixture.
+        down: the MLP's output projection; None with a mixture, and where there is no MLP (Mamba 2).
         mixture: of experts, instead of the MLP.
         rotary: float32 (context, rotated dimensions), cosines of one half, then sines; None: no positions.
         window: keys that a token sees, its own included; 0: all.
         sinks: float32 (heads,), a score of each head that has no value (gpt-oss).
         latents: of attention with latents (MLA); the model has their shape.
         convolution: in the place of attention.
+        recurrence: behind the convolution.
     """
 
     before_attention: Tensor
-    before_mlp: Tensor
+    before_mlp: Tensor | None
     qkv: PackedWeight
     out: PackedWeight
     gate_up: PackedWeight | None = None
@@ -82,18 +88,20 @@ class LayerWeights:
     sinks: Tensor | None = None
     latents: LatentWeights | None = None
     convolution: ConvolutionWeights | None = None
+    recurrence: RecurrenceWeights | None = None
 
     @property
     def products(self) -> list[PackedWeight]:
         """The layer's packed weights, the experts' included."""
         weights = [getattr(self, name) for name in structures.PRODUCTS]
-        experts = self.mixture.products if self.mixture else ()
-        return [*filter(None, weights), *experts, *(self.latents.products if self.latents else ())]
+        parts = [part.products for part in (self.mixture, self.latents, self.recurrence) if part is not None]
+        return [*filter(None, weights), *(packed for products in parts for packed in products)]
 
     @property
     def read_bytes(self) -> int:
         """Bytes of packed weights that a step of one token reads."""
-        weights = (self.qkv, self.out, self.gate_up, self.down)
+        weights = [self.qkv, self.out, self.gate_up, self.down]
+        weights += self.recurrence.products if self.recurrence else []
         parts = [part.read_bytes for part in (self.mixture, self.latents) if part is not None]
         return sum(packed.nbytes for packed in weights if packed is not None) + sum(parts)
 
@@ -157,11 +165,19 @@ class ModelWeights:
         return sum(layer.convolution is None for layer in self.layers)
 
     @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """Numbers that a sequence carries: (width - 1, convolutions, hidden); zeros without convolutions."""
+    def window_shape(self) -> tuple[int, int, int]:
+        """Inputs of convolutions that a sequence carries: (width - 1, layers, numbers); zeros without."""
         widths = {len(layer.convolution.kernel) for layer in self.layers if layer.convolution is not None}
         assert len(widths) < 2, f"convolutions of {sorted(widths)} inputs"
-        return max(widths, default=1) - 1, len(self.layers) - self.cached, self.hidden
+        shapes = {layer.recurrence.shape for layer in self.layers if layer.recurrence is not None}
+        assert len(shapes) < 2, f"recurrences of {len(shapes)} shapes"
+        carried = next((shape.carried for shape in shapes), self.hidden)
+        return max(widths, default=1) - 1, len(self.layers) - self.cached, carried
+
+    @property
+    def state_numbers(self) -> int:
+        """Of the states of recurrences that a sequence carries."""
+        return sum(layer.recurrence.shape.numbers for layer in self.layers if layer.recurrence is not None)
 
     @property
     def context(self) -> int | None:
@@ -267,19 +283,25 @@ class Program:
         """
         assert self._library is not None and self._handle is not None, "run after close"
         logits = torch.empty(len(tokens.rows), self.weights.vocabulary)
-        shape = self.weights.state_shape
-        for tensor, wanted in (
-            (tokens.states, (len(tokens.counts), *shape)),
-            (tokens.inputs, (len(tokens.keep), *shape[1:])),
-        ):
-            assert tensor is None or (tensor.shape == wanted and tensor.is_contiguous()), (
-                f"states {tensor.shape}"
-            )
+        self._check_carried(tokens)
         assert tokens.inputs is not None or not len(tokens.keep), "kept inputs without room"
         batch, arrays = batch_struct(tokens, logits)
         structures.raise_for(self._library.attar_run(self._handle, ctypes.byref(batch)), "a step")
         del arrays
         return logits
+
+    def _check_carried(self, tokens: StepTokens) -> None:
+        """Shapes of what sequences carry."""
+        width, *inputs = self.weights.window_shape
+        numbers = (self.weights.state_numbers,)
+        tensors = [(tokens.inputs, (len(tokens.keep), *inputs))]
+        for part in tokens.carried:
+            tensors += [(part.history, (width + part.again, *inputs)), (part.states, numbers)]
+            tensors += [(to, numbers) for _, to in part.saves]
+        for tensor, shape in tensors:
+            assert tensor is None or (tensor.shape == shape and tensor.is_contiguous()), (
+                f"{tuple(tensor.shape)} of states, not {shape}"
+            )
 
     def keep_hidden(self, layers: Sequence[int], pool: Tensor) -> None:
         """From now on every step writes hidden states of its tokens to their slots.
@@ -358,7 +380,7 @@ class Program:
         )
         for name in (*structures.SIZES, *structures.FLOATS):
             setattr(model, name, getattr(w, name))
-        width, model.convolutions, _ = w.state_shape
+        width, model.stateful, model.carried = w.window_shape
         model.cached, model.width = w.cached, width + 1
         if w.latent is not None:
             for name in structures.LATENT_SIZES:
@@ -382,12 +404,16 @@ def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, kv_dtype:
 
 def _parts(weights: LayerWeights) -> dict[str, tuple[Any, ...]]:
     """What a layer's structure has by address, with what must outlive it."""
-    parts = {"mixture": mixture_struct(weights.mixture), "latents": latent_struct(weights.latents)}
+    parts: dict[str, tuple[Any, ...] | None] = {
+        "mixture": mixture_struct(weights.mixture),
+        "latents": latent_struct(weights.latents),
+    }
+    parts["recurrence"] = recurrence_struct(weights.recurrence)
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def _indices(weights: ModelWeights) -> list[int]:
-    """Of each layer among those with keys and values, or among the convolutions."""
+    """Of each layer among those with keys and values, or among those with a convolution."""
     counts = {True: 0, False: 0}
     indices = []
     for layer in weights.layers:
@@ -476,15 +502,20 @@ def _check_tensor(
 def _check_products(weights: ModelWeights, layer: LayerWeights) -> None:
     """Rows and columns of a layer's products."""
     hidden, heads = weights.hidden, weights.heads * weights.head_dim
-    expected = {
-        "qkv": (heads + 2 * weights.kv_heads * weights.head_dim, hidden),
-        "out": (hidden, heads),
-    }
+    rows = heads + 2 * weights.kv_heads * weights.head_dim
+    gated = layer.qkv.rows == rows + heads  # by the sigmoids of further rows
+    expected = {"qkv": (rows + heads * gated, hidden), "out": (hidden, heads)}
     if layer.convolution is not None:
         expected = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden)}
-        width, _, _ = weights.state_shape
-        _check_tensor("kernel", layer.convolution.kernel, (width + 1, hidden))
-        _check_tensor("bias of a convolution", layer.convolution.bias, (hidden,))
+        channels = hidden
+        if layer.recurrence is not None:
+            check_recurrence(layer.recurrence, layer.qkv.rows)
+            sizes = layer.recurrence.shape
+            channels = sizes.channels
+            expected = {"qkv": (layer.qkv.rows, hidden), "out": (hidden, sizes.heads * sizes.values)}
+        width, _, _ = weights.window_shape
+        _check_tensor("kernel", layer.convolution.kernel, (width + 1, channels))
+        _check_tensor("bias of a convolution", layer.convolution.bias, (channels,))
         if layer.latents is not None or layer.after_attention is not None:
             raise ModelError("a convolution with latents, or a norm after it")
     else:
@@ -497,8 +528,10 @@ def _check_products(weights: ModelWeights, layer: LayerWeights) -> None:
             layer.latents, weights.latent, heads=weights.heads, head_dim=weights.head_dim, query_rank=rank
         )
         expected = {"qkv": (layer.qkv.rows, hidden), "out": (hidden, weights.heads * weights.latent.wide)}
-    if layer.mixture is None:
-        assert layer.gate_up is not None and layer.down is not None, "a layer without an MLP"
+    if layer.mixture is None and layer.down is None:
+        assert layer.gate_up is None and layer.before_mlp is None, "half of an MLP"
+    elif layer.mixture is None:
+        assert layer.gate_up is not None and layer.down is not None, "half of an MLP"
         wide = layer.down.columns
         expected |= {"gate_up": (2 * wide, hidden), "down": (hidden, wide)}
     else:

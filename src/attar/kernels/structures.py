@@ -60,6 +60,22 @@ class LatentStruct(ctypes.Structure):
     _fields_ = [("query", LinearStruct), *((name, POINTER) for name in ("absorb", "up_keys", "up_values"))]
 
 
+OFFSETS = ("channels_at", "queries_at", "keys_at", "values_at", "gate_at", "steps_at")
+RECURRENCE_SIZES = ("heads", "groups", "keys", "values", *OFFSETS, "norm_size")
+
+
+class RecurrenceStruct(ctypes.Structure):
+    """csrc/decode/model.h."""
+
+    _fields_ = [
+        *((name, LONG) for name in RECURRENCE_SIZES),
+        ("steps", LinearStruct),
+        *((name, POINTER) for name in ("decay", "step_bias", "skip", "norm")),
+        *((name, FLOAT) for name in ("eps", "least", "most")),
+        ("delta", INT),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """csrc/decode/model.h."""
 
@@ -67,7 +83,7 @@ class LayerStruct(ctypes.Structure):
         *((name, POINTER) for name in (*NORMS, "rotary")),
         ("window", LONG),
         *((name, LinearStruct) for name in PRODUCTS),
-        *((name, POINTER) for name in ("mixture", "latents", "kernel", "conv_bias")),
+        *((name, POINTER) for name in ("mixture", "latents", "kernel", "conv_bias", "recurrence")),
         ("index", LONG),
     ]
 
@@ -82,7 +98,7 @@ class ModelStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, LONG) for name in ("layers", *SIZES, *LATENT_SIZES)),
-        *((name, LONG) for name in ("cached", "convolutions", "width")),
+        *((name, LONG) for name in ("cached", "stateful", "width", "carried")),
         *((name, LONG) for name in ("block_size", "blocks", "embeddings", "context")),
         *((name, FLOAT) for name in (*FLOATS, "latent_eps")),
         *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
@@ -95,8 +111,9 @@ class ModelStruct(ctypes.Structure):
     ]
 
 
-COUNTS = ("tokens", "spans", "logit_rows", "copies", "block_count", "mask_size", "kept")
+COUNTS = ("tokens", "spans", "logit_rows", "copies", "block_count", "mask_size", "kept", "saves")
 LISTS = ("ids", "positions", "slots", "span", "first", "past", "table", "block", "tree", "mask", "count")
+CARRIED = ("again", "history", "states", "save", "save_after", "save_to")
 
 
 class BatchStruct(ctypes.Structure):
@@ -104,7 +121,7 @@ class BatchStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, LONG) for name in COUNTS),
-        *((name, POINTER) for name in (*LISTS, "rows", "copy", "keep", "states", "inputs", "logits")),
+        *((name, POINTER) for name in (*LISTS, "rows", "copy", "keep", *CARRIED, "inputs", "logits")),
     ]
 
 
@@ -152,6 +169,26 @@ def linear_struct(packed: PackedWeight) -> LinearStruct:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CarriedSpan:
+    """What a sequence carries to its tokens of a step; float32.
+
+    Attributes:
+        again: tokens just before these that the states have not seen.
+        history: (width - 1 + again, layers, numbers), inputs of the tokens before these; None: zeros.
+        states: of recurrences, as they were saved; None: zeros.
+        saves: where states are written, each after how many of all tokens, ascending.
+    """
+
+    again: int = 0
+    history: Tensor | None = None
+    states: Tensor | None = None
+    saves: Sequence[tuple[int, Tensor]] = ()
+
+
+NOTHING = CarriedSpan()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTokens:
     """The tokens of a step, the tokens of a sequence (a span) contiguous; int64 throughout.
 
@@ -165,10 +202,9 @@ class StepTokens:
         rows: tokens whose logits are returned.
         copies: (from, to) blocks copied before the step.
         trees: per sequence None, or bool (count, count): row's token sees column's token, itself included.
-        keep: tokens whose inputs of convolutions are written to ``inputs``.
-        states: float32 (spans, width - 1, convolutions, hidden), inputs of the convolutions before each span;
-            None: zeros.
-        inputs: float32 (len(keep), convolutions, hidden), filled by the step.
+        carried: of each sequence, in a model whose layers carry states.
+        keep: tokens whose inputs of such layers are written to ``inputs``.
+        inputs: float32 (len(keep), layers, numbers), filled by the step.
     """
 
     ids: Int64s
@@ -180,8 +216,8 @@ class StepTokens:
     rows: Int64s
     copies: Sequence[tuple[int, int]] = ()
     trees: Sequence[NDArray[np.bool_] | None] = field(default=())
+    carried: Sequence[CarriedSpan] = ()
     keep: Int64s = ()
-    states: Tensor | None = None
     inputs: Tensor | None = None
 
 
@@ -191,6 +227,8 @@ def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[
     lengths = [len(table) for table in tokens.blocks]
     starts, mask = _tree_masks(tokens)
     total = sum(counts)
+    carried = tokens.carried or [NOTHING] * spans
+    saves = [save for part in carried for save in part.saves]
     lists = {
         "ids": tokens.ids,
         "positions": tokens.positions,
@@ -205,6 +243,12 @@ def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[
         "rows": tokens.rows,
         "copy": [block for pair in tokens.copies for block in pair],
         "keep": tokens.keep,
+        "again": [part.again for part in carried],
+        "history": [address(part.history) or 0 for part in carried],
+        "states": [address(part.states) or 0 for part in carried],
+        "save": [0, *accumulate(len(part.saves) for part in carried)],
+        "save_after": [after for after, _ in saves],
+        "save_to": [to.data_ptr() for _, to in saves],
     }
     array, addresses = joined(lists, np.int64)
     lengths_of_tokens = (len(tokens.ids), len(tokens.positions), len(tokens.slots))
@@ -212,10 +256,12 @@ def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[
         f"{lengths_of_tokens} ids, positions, slots for spans of {total}"
     )
     assert len(tokens.past) == len(tokens.blocks) == spans, f"{len(tokens.blocks)} tables of {spans} spans"
+    assert len(carried) == spans, f"what {len(carried)} of {spans} spans carry"
     assert len(tokens.trees) in (0, spans), f"{len(tokens.trees)} trees of {spans} spans"
-    numbers = (total, spans, len(tokens.rows), len(tokens.copies), sum(lengths), len(mask), len(tokens.keep))
+    numbers = [total, spans, len(tokens.rows), len(tokens.copies), sum(lengths), len(mask)]
+    numbers += [len(tokens.keep), len(saves)]
     addresses |= {"mask": mask.ctypes.data if len(mask) else None, "logits": logits.data_ptr()}
-    addresses |= {"states": address(tokens.states), "inputs": address(tokens.inputs)}
+    addresses["inputs"] = address(tokens.inputs)
     return BatchStruct(*numbers, **addresses), [array, mask]
 
 
@@ -284,7 +330,16 @@ def library() -> Any | None:
     return lib
 
 
-OUT_OF_BOUNDS = ("spans", "token ids", "positions", "slots", "blocks", "tree masks", "rows of logits")
+OUT_OF_BOUNDS = (
+    "spans",
+    "token ids",
+    "positions",
+    "slots",
+    "blocks",
+    "tree masks",
+    "rows of logits",
+    "states",
+)
 """From code 3 on: csrc/decode/bounds.h."""
 
 

@@ -10,7 +10,7 @@ from attar.kernels.structures import StepTokens
 from attar.runtime.kv.state_store import StateStore
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled, compiled
-from attar.runtime.runner.convolution_states import NAME, ConvolutionSpan
+from attar.runtime.runner.compiled_states import WINDOW, WalkedSpan
 from attar.runtime.runner.convolution_weights import llama_name
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
 from attar.runtime.step import StepInput, TokenSpan
@@ -163,19 +163,19 @@ def test_windows_are_parts_of_what_was_run():
         (21, 22, 0, ()),
     ):
         span = TokenSpan(0, start, stop, (0, 1), 1, drafts=drafts, snapshots=snapshots)
-        part = ConvolutionSpan(span, store.before(span), 0, shape)
+        part = WalkedSpan(span, store.before(span), 0, shape)
         before = [float(values[at]) if at >= 0 else 0.0 for at in range(start - 3, start)]
-        assert part.window.flatten().tolist() == before
+        assert part.history[-3:].flatten().tolist() == before
         inputs = values[part.keep][:, None, None]
         after = part.after(inputs)
         at = after.position
         assert at == max(stop - drafts, part.before.position)
-        assert after.layers[NAME].flatten().tolist() == [
+        assert after.layers[WINDOW].flatten().tolist() == [
             float(values[k]) if k >= 0 else 0.0 for k in range(at - 3, at)
         ]
-        assert after.inputs.get(NAME, torch.empty(0)).flatten().tolist() == values[at:stop].tolist()
+        assert after.inputs.get(WINDOW, torch.empty(0)).flatten().tolist() == values[at:stop].tolist()
         for end, state in part.snapshots(inputs).items():
-            assert state.layers[NAME].flatten().tolist() == values[end - 3 : end].tolist()
+            assert state.layers[WINDOW].flatten().tolist() == values[end - 3 : end].tolist()
         assert set(part.snapshots(inputs)) == set(snapshots)
         store.update({0: after}, {})
 

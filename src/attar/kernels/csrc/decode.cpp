@@ -4,6 +4,7 @@
 #include "decode/latents.h"
 #include "decode/matmul.h"
 #include "decode/mixture.h"
+#include "decode/recurrence.h"
 #include "decode/step.h"
 #include "decode/thread_pool.h"
 

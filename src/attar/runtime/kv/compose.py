@@ -67,7 +67,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(feature, "compiled"): _COMPILED for feature in ("fp8", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
     ("states", "tree"): _CHAIN,
-    ("states", "compiled"): "of layers with states the compiled step has short convolutions (LFM2) alone",
+    ("states", "compiled"): "the compiled step has no states of this kind",
     ("modules", "compiled"): "one runner owns the pool",
     **dict.fromkeys(combinations(EVICTIONS, 2), "one method of eviction at a time"),
     **dict.fromkeys(combinations(STORES, 2), "a pool has one format"),

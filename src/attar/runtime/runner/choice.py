@@ -24,6 +24,7 @@ from attar.runtime.runner.convolution_weights import FAMILIES as CONVOLUTIONS
 from attar.runtime.runner.device.runner import KV_DTYPES as DEVICE_KV_DTYPES
 from attar.runtime.runner.expert_weights import is_router
 from attar.runtime.runner.latent_weights import FAMILIES as LATENTS
+from attar.runtime.runner.recurrent_weights import FAMILIES as RECURRENT
 from attar.runtime.runner.step_config import step_config
 
 RUNNERS = ("auto", "compiled", "device", "modules")
@@ -111,7 +112,11 @@ def why_not_device(checkpoint: Any, settings: RunnerSettings) -> str:
     """Why the device runner does not run a checkpoint; empty where it does. Reads no weights."""
     if settings.kv_dtype not in ("auto", *DEVICE_KV_DTYPES):
         return f"kv_dtype is {settings.kv_dtype}, and it keeps {' or '.join(DEVICE_KV_DTYPES)}"
-    for families, layers in ((LATENTS, "attention of latents (MLA)"), (CONVOLUTIONS, "short convolutions")):
+    for families, layers in (
+        (LATENTS, "attention of latents (MLA)"),
+        (CONVOLUTIONS, "short convolutions"),
+        (RECURRENT, "linear recurrences"),
+    ):
         if checkpoint.config.get("model_type") in families:
             return f"it has {layers}, which only the compiled step and modules run"
     return _evicting(settings) or _family(checkpoint) or _codes(Decoded(checkpoint), settings)

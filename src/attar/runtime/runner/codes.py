@@ -46,10 +46,10 @@ class PackedCodes:
         """G."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
-    def rows(self, first: int, last: int) -> PackedCodes:
-        """Rows [first, last)."""
-        zeros = None if self.zeros is None else self.zeros[first:last]
-        return replace(self, codes=self.codes[first:last], scales=self.scales[first:last], zeros=zeros)
+    def rows(self, rows: slice | Tensor) -> PackedCodes:
+        """Some rows, or all in another order."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
     def dense(self) -> Tensor:
         """W, float32 (N, K), columns in the order ``order``."""

@@ -24,8 +24,8 @@ from attar.runtime.kv.compose import FeatureRequests
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.state_store import StateStore
 from attar.runtime.kv.store.rotated import rotated
+from attar.runtime.runner.compiled_states import CarriedStates, CarriedStep
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.runner.convolution_states import ConvolutionStates, ConvolutionStep
 from attar.runtime.runner.key_means import calibration_step, mean_keys
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan, ancestors
@@ -82,7 +82,7 @@ class Compiled:
         self._program = Program(weights, blocks, block_size, **settings)
         self.kv_dtype, self.bits, self.activations = kv_dtype, bits, _activations(weights, bits)
         self.vocabulary, self.context = weights.vocabulary, weights.context
-        self._convolutions = ConvolutionStates(weights, block_size)
+        self._carried = CarriedStates(weights, block_size)
         self._hidden: HiddenPool | None = None
         self.lora: CompiledLora[Program] | None = None  # where weights are dense
 
@@ -122,12 +122,12 @@ class Compiled:
     @property
     def states(self) -> StateStore:
         """Of the sequences that run, where layers carry states."""
-        return self._convolutions.store
+        return self._carried.store
 
     @property
     def state_bytes(self) -> int:
         """Of a sequence's states."""
-        return self._convolutions.nbytes
+        return self._carried.nbytes
 
     @property
     def weights(self) -> ModelWeights:
@@ -138,7 +138,7 @@ class Compiled:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         for span in step.spans:
             self._check(span)
-        carried: list[ConvolutionStep] = []
+        carried: list[CarriedStep] = []
         if not any(span.adapter for span in step.spans):
             logits = self._run(step, self._program, carried)
         else:
@@ -148,15 +148,15 @@ class Compiled:
                 part = step.part(spans)
                 part_logits = self._run(replace(part, copies=()) if number else part, program, carried)
                 logits[torch.from_numpy(step.wanted_of(spans))] = part_logits
-        self._convolutions.update(carried)
+        self._carried.update(carried)
         return logits
 
-    def _run(self, step: StepInput, program: Program, carried: list[ConvolutionStep]) -> Tensor:
+    def _run(self, step: StepInput, program: Program, carried: list[CarriedStep]) -> Tensor:
         tokens = _step_tokens(step, self.block_size)
         if self.state_bytes:
-            carried.append(self._convolutions.step(step))
+            carried.append(self._carried.step(step))
             kept = carried[-1]
-            tokens = replace(tokens, keep=kept.keep, states=kept.states, inputs=kept.inputs)
+            tokens = replace(tokens, keep=kept.keep, carried=kept.carried, inputs=kept.inputs)
         return program.run(tokens)
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:

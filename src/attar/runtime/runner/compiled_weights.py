@@ -5,7 +5,7 @@ no kernel joins, and where a weight is no grid of integers (FP8, NF4), it is kep
 embeddings, unless the model is float32.
 
 Mixtures of experts are read by expert_weights.py, latent attention by latent_weights.py, short convolutions
-by convolution_weights.py.
+by convolution_weights.py, recurrences by recurrent_weights.py.
 
 Every tensor of the checkpoint must be used: a layer with a part that the compiled step does not support
 (another norm, a layer of another kind) is refused by the name of the unused tensor, and runs through
@@ -26,14 +26,15 @@ from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.experts import MixtureWeights
 from attar.kernels.memory import Arena
 from attar.kernels.packed import Kind, Pays, pack
-from attar.runtime.runner import convolution_weights, expert_weights, latent_weights
+from attar.runtime.runner import convolution_weights, expert_weights, latent_weights, recurrent_weights
 from attar.runtime.runner.codes import PackedCodes, fused
 from attar.runtime.runner.step_config import layer_kind, rope, rotary_tables
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
-_OTHERS = (*expert_weights.FAMILIES, *latent_weights.FAMILIES, *convolution_weights.FAMILIES)
-FAMILIES = tuple(dict.fromkeys((*DENSE, *_OTHERS)))
-GEMMA = ("gemma", "gemma2", "gemma3_text")  # norms are of 1 + w, embeddings are scaled
+_OTHERS = (expert_weights, latent_weights, convolution_weights, recurrent_weights)
+FAMILIES = tuple(dict.fromkeys((*DENSE, *(family for module in _OTHERS for family in module.FAMILIES))))
+GEMMA = ("gemma", "gemma2", "gemma3_text")  # embeddings are scaled
+CENTRED = (*GEMMA, *recurrent_weights.DELTA)  # norms are of 1 + w
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 ACTIVATIONS |= {"swiglu 7.0 1.702": "clamped_swiglu"}
 CAPPED_SCORES, CAPPED_LOGITS = ("gemma2",), ("gemma2", "gemma3_text")
@@ -271,10 +272,14 @@ class _LayerTensors:
         if convolution is not None:
             qkv, out = convolution_weights.convolution_products(self)
             return {"convolution": convolution, "qkv": qkv, "out": out}
+        recurrence = recurrent_weights.mixer(self.config, self)
+        if recurrence is not None:
+            return recurrence
         shape, norms = latent_weights.latent_shape(self.config), HEAD_NORMS
         latents = None
         if shape is None:
-            qkv = self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+            rows = recurrent_weights.query_rows(self.config)
+            qkv = self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj", rows=rows)
         else:
             latents, norms = latent_weights.latent_weights(self.config, shape, self), latent_weights.NORMS
             qkv = latent_weights.first_product(self)
@@ -324,21 +329,29 @@ class _LayerTensors:
         return None if weight is None else _norm(self.config, weight)
 
     def product(
-        self, module: str, names: tuple[str, ...], fused_name: str = "", *, sparse: bool = True
+        self,
+        module: str,
+        names: tuple[str, ...],
+        fused_name: str = "",
+        *,
+        sparse: bool = True,
+        rows: Tensor | None = None,
     ) -> Any:
-        """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
+        """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such;
+        ``rows``: their order."""
         if fused_name and f"{self.prefix}{module}{fused_name}.weight" in self.source.names:
             names = (fused_name,)
         paths = [f"{self.prefix}{module}{name}" for name in names]
         biases = [self.source.optional(f"{path}.bias") for path in paths]
+        order = slice(None) if rows is None else rows
         parts = self.source.codes([f"{path}.weight" for path in paths])
         joined = fused(parts) if parts else None
         if parts and joined is not None:
-            bias = _joined(biases, [len(part.codes) for part in parts])
-            return self.packer.codes(joined, bias, sparse=sparse)
+            bias = _joined(biases, [len(part.codes) for part in parts], order)
+            return self.packer.codes(joined.rows(order), bias, sparse=sparse)
         weights = [self.source.required(f"{path}.weight") for path in paths]
-        bias = _joined(biases, [len(weight) for weight in weights])
-        return self.packer.dense(torch.cat(weights), bias, sparse=sparse)
+        bias = _joined(biases, [len(weight) for weight in weights], order)
+        return self.packer.dense(torch.cat(weights)[order], bias, sparse=sparse)
 
 
 def _head(source: TensorSource, table: Tensor, packer: WeightPacker) -> Any:
@@ -351,12 +364,12 @@ def _head(source: TensorSource, table: Tensor, packer: WeightPacker) -> Any:
     return packer.dense(weight, None, sparse=True)
 
 
-def _joined(biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | None:
-    """The biases of several Linears as one; zeros where only some have one."""
+def _joined(biases: Sequence[Tensor | None], rows: Sequence[int], order: slice | Tensor) -> Tensor | None:
+    """The biases of several Linears as one, in this order; zeros where only some have one."""
     if all(bias is None for bias in biases):
         return None
     pairs = zip(biases, rows, strict=True)
-    return torch.cat([torch.zeros(n) if bias is None else bias.float() for bias, n in pairs])
+    return torch.cat([torch.zeros(n) if bias is None else bias.float() for bias, n in pairs])[order]
 
 
 def check_config(config: Any) -> None:
@@ -397,8 +410,8 @@ def _head_dim(config: Any) -> int:
 
 
 def _norm(config: Any, weight: Tensor) -> Tensor:
-    """float32, Gemma's 1 added."""
-    return (weight.float() + 1.0 if config.model_type in GEMMA else weight.float()).contiguous()
+    """float32, the 1 of Gemma and Qwen3-Next added."""
+    return (weight.float() + 1.0 if config.model_type in CENTRED else weight.float()).contiguous()
 
 
 def _window(config: Any, index: int) -> int:

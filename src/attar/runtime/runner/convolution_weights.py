@@ -42,8 +42,13 @@ def convolution_weights(layer: LayerTensors) -> ConvolutionWeights | None:
     """The convolution of a layer; None where it attends."""
     if not layer.has(f"{KERNEL}.weight"):
         return None
-    kernel = layer.tensor(f"{KERNEL}.weight").float()[:, 0].T.contiguous()
-    bias = layer.tensor(f"{KERNEL}.bias").float() if layer.has(f"{KERNEL}.bias") else None
+    return depthwise(layer, KERNEL)
+
+
+def depthwise(layer: LayerTensors, name: str) -> ConvolutionWeights:
+    """A convolution of each channel."""
+    kernel = layer.tensor(f"{name}.weight").float()[:, 0].T.contiguous()
+    bias = layer.tensor(f"{name}.bias").float() if layer.has(f"{name}.bias") else None
     return ConvolutionWeights(kernel, bias)
 
 

@@ -8,7 +8,6 @@ float32, whatever the experts are.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,8 @@ from attar.kernels.experts import MixtureWeights, Routing
 from attar.runtime.runner.codes import PackedCodes
 
 SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "lfm2_moe", *SIGMOID)
+SOFTMAX = ("qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text")
+FAMILIES = ("mixtral", *SOFTMAX, "gpt_oss", "deepseek_v2", "lfm2_moe", *SIGMOID)
 PREDICTING_AHEAD = SIGMOID  # a layer behind the last predicts further tokens
 WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
 ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"), ("feed_forward.", "gate"))
@@ -44,8 +44,11 @@ class LayerTensors(Protocol):
         """A tensor, dense."""
         ...
 
-    def product(self, module: str, names: tuple[str, ...], *, sparse: bool = True) -> Any:
-        """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
+    def product(
+        self, module: str, names: tuple[str, ...], *, sparse: bool = True, rows: Tensor | None = None
+    ) -> Any:
+        """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such;
+        ``rows``: their order."""
         ...
 
     def codes(self, name: str) -> PackedCodes | None:
@@ -135,10 +138,7 @@ def _alternating(layer: LayerTensors, module: str) -> ExpertProducts:
 
 def _in_order(weight: Tensor | PackedCodes, rows: Tensor) -> Tensor | PackedCodes:
     """Rows (N,) of a matrix (N, K)."""
-    if isinstance(weight, Tensor):
-        return weight[rows]
-    assert weight.zeros is None, "4-bit floats have no zero points"
-    return replace(weight, codes=weight.codes[rows], scales=weight.scales[rows])
+    return weight[rows] if isinstance(weight, Tensor) else weight.rows(rows)
 
 
 def routing(config: Any) -> Routing:
@@ -150,8 +150,8 @@ def routing(config: Any) -> Routing:
     kind, active = config.model_type, config.num_experts_per_tok
     if kind in ("mixtral", "gpt_oss"):  # gpt-oss takes the softmax over the chosen: the same
         return Routing(active=active)
-    if kind in ("qwen2_moe", "qwen3_moe", "olmoe"):
-        return Routing(active=active, normalized=bool(config.norm_topk_prob))
+    if kind in SOFTMAX:
+        return Routing(active=active, normalized=getattr(config, "norm_topk_prob", True))
     if kind == "deepseek_v2":
         grouped = config.topk_method == "group_limited_greedy"
         groups = {"groups": config.n_group, "active_groups": config.topk_group} if grouped else {}

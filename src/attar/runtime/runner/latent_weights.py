@@ -86,7 +86,7 @@ def _of_heads(
     bounds = [(start + first, start + last) for start in starts]
     if isinstance(weight, Tensor):
         return tuple(layer.packed(weight[a:b]) for a, b in bounds)
-    parts = tuple(layer.packed(weight.rows(a, b)) for a, b in bounds)
+    parts = tuple(layer.packed(weight.rows(slice(a, b))) for a, b in bounds)
     if len({part.zeros for part in parts}) == 1:
         return parts
-    return tuple(layer.unrounded(weight.rows(a, b).dense()) for a, b in bounds)
+    return tuple(layer.unrounded(weight.rows(slice(a, b)).dense()) for a, b in bounds)

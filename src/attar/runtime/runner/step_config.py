@@ -59,7 +59,8 @@ def rotary_tables(config: Any, context: int) -> dict[str, Tensor]:
     size = 3 * 4 * context * (getattr(config, "head_dim", None) or 64)
     check_memory(f"the rotary table of {context:,} positions (max_position_embeddings)", size, hint=SHORTER)
     kinds = dict.fromkeys(layer_kind(config, index) for index in range(config.num_hidden_layers))
-    kinds.pop("conv", None)  # LFM2's convolutions have no positions
+    for kind in ("conv", "linear_attention"):  # have no positions
+        kinds.pop(kind, None)
     if isinstance(config, PlainConfig):
         return dict.fromkeys(kinds, plain_table(config, context))
     modeling = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))

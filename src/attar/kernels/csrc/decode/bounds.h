@@ -11,7 +11,7 @@
 namespace attar {
 
 // What is out of bounds; structures.py has their names.
-enum OutOfBounds : std::int32_t { SPANS = 3, TOKENS, POSITIONS, SLOTS, BLOCKS, TREES, ROWS };
+enum OutOfBounds : std::int32_t { SPANS = 3, TOKENS, POSITIONS, SLOTS, BLOCKS, TREES, ROWS, STATES };
 
 static inline void require(bool holds, OutOfBounds what) {
     if (!holds) throw what;
@@ -50,6 +50,15 @@ static inline void check_blocks(const Model& model, const Batch& batch, std::int
         require(inside(batch.block[table + i], model.blocks), BLOCKS);
 }
 
+// What a span carries, and where its states are written.
+static inline void check_states(const Batch& batch, std::int64_t span) {
+    const std::int64_t again = batch.again[span], first = batch.save[span], last = batch.save[span + 1];
+    require(again >= 0 && (!again || batch.history[span]), STATES);
+    require(0 <= first && first <= last && last <= batch.saves, STATES);
+    for (std::int64_t i = first, after = 0; i < last; after = batch.save_after[i++])
+        require(after <= batch.save_after[i] && batch.save_after[i] <= again + batch.count[span], STATES);
+}
+
 static inline void check(const Model& model, const Batch& batch) {
     for (std::int64_t t = 0; t < batch.tokens; t++) {
         require(inside(batch.ids[t], model.embeddings) || (batch.ids[t] == -1 && model.mask), TOKENS);
@@ -62,6 +71,7 @@ static inline void check(const Model& model, const Batch& batch) {
         require(count > 0 && batch.first[s] == first && count <= batch.tokens - first, SPANS);
         for (std::int64_t t = first; t < first + count; t++) require(batch.span[t] == s, SPANS);
         check_blocks(model, batch, s);
+        check_states(batch, s);
         require(batch.tree[s] == -1 || (batch.tree[s] >= 0 && batch.tree[s] + count * count <= batch.mask_size), TREES);
         first += count;
     }

@@ -31,6 +31,23 @@ struct Latents {
     const Linear *absorb, *up_keys, *up_values;  // U^T (rank, nope), U (nope, rank), V (wide, rank)
 };
 
+// A linear recurrence of a layer behind its convolution; recurrence.h has the formulas. Where things are in a row of
+// `qkv`, and, from the first channel on, in the channels of the convolution: q and k of groups of heads, v of heads.
+struct Recurrence {
+    std::int64_t heads, groups, keys, values;  // multiples of 16 but for heads and groups
+    std::int64_t channels_at, queries_at, keys_at, values_at, gate_at;
+    std::int64_t steps_at;                  // in a row of `steps`, or of `qkv`: d (heads), with the delta rule c (heads)
+    std::int64_t norm_size;                 // numbers that are normed together
+    Linear steps;                           // of no rows: `qkv` makes them
+    const float *decay, *step_bias, *skip;  // A, bias, D (heads,); skip: or null
+    const float* norm;                      // (heads values,)
+    float eps, least, most;                 // of the softplus
+    std::int32_t delta;                     // whether it is the delta rule
+
+    std::int64_t channels() const { return 2 * groups * keys + heads * values; }
+    std::int64_t step_numbers() const { return delta ? 2 * heads : heads; }
+};
+
 struct Layer {
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // weights of norms; after_*: or null
     const float *query_norm, *key_norm;  // (head_dim,), or of all heads (wide_norms), or null; of latents (their rank,)
@@ -40,8 +57,9 @@ struct Layer {
     Linear qkv, out, gate_up, down;  // gate_up and down of no rows where there is a mixture
     const Mixture* mixture;          // or null
     const Latents* latents;          // in every layer, or null
-    // Of a short convolution in the place of attention, else null; `qkv` makes what step.h says.
-    const float *kernel, *conv_bias;  // (width, hidden), the oldest input first; (hidden,) or null
+    // Of a short convolution in the place of attention, else null; `qkv` makes what step.h or recurrence.h says.
+    const float *kernel, *conv_bias;  // (width, channels), the oldest input first; (channels,) or null
+    const Recurrence* recurrence;     // behind the convolution, or null
     std::int64_t index;               // among the layers with keys and values, or among those with a convolution
 };
 
@@ -52,7 +70,8 @@ enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 struct Model {
     std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, vocabulary;
     std::int64_t rank, nope, wide;  // of latents: their numbers; of a head's key without positions; of its value. Or 0
-    std::int64_t cached, convolutions, width;  // layers with keys and values; without, and inputs that an output has
+    std::int64_t cached, stateful, width;  // layers with keys and values; with a convolution, and inputs of an output
+    std::int64_t carried;                  // numbers of a token that a layer with a convolution keeps
     std::int64_t block_size, blocks;
     std::int64_t embeddings, context;  // rows of the embedding, and of every layer's table `rotary`
     float eps, scale, soft_cap, final_soft_cap, embedding_scale, latent_eps;
@@ -107,8 +126,6 @@ struct Model {
     std::uint8_t* latent(std::int64_t layer, std::int64_t slot) const {
         return at_block(layer, slot / block_size) + slot % block_size * latent_bytes();
     }
-    // What a sequence carries from token to token: the last inputs (width - 1, convolutions, hidden) of its convolutions.
-    std::int64_t state_numbers() const { return (width - 1) * convolutions * hidden; }
     std::int64_t shift_at(std::int64_t layer, std::int64_t head) const { return (layer * kv_heads + head) * padded(); }
     std::int64_t hidden_width() const { return hidden_states * hidden; }
     std::uint16_t* hidden_at(std::int64_t slot) const { return hidden_pool + slot * hidden_width(); }
@@ -117,7 +134,7 @@ struct Model {
 struct Batch {
     std::int64_t tokens, spans, logit_rows, copies;  // a span: the tokens of one sequence
     std::int64_t block_count, mask_size;             // numbers in `block`, in `mask`
-    std::int64_t kept;                               // tokens whose inputs of convolutions are returned
+    std::int64_t kept, saves;                        // tokens whose inputs of convolutions are returned; states
     const std::int64_t *ids, *positions, *slots;  // (tokens,)
     const std::int64_t* span;                     // (tokens,) the span of each token
     const std::int64_t *first, *past;             // (spans,) first token; keys in the cache before this step
@@ -129,8 +146,12 @@ struct Batch {
     const std::int64_t* rows;   // (logit_rows,) tokens
     const std::int64_t* copy;   // (copies, 2) from, to
     const std::int64_t* keep;   // (kept,) tokens
-    const float* states;        // (spans, state_numbers) before the step, or null: zeros
-    float* inputs;              // (kept, convolutions, hidden)
+    // What sequences carry from token to token, by addresses, 0 for zeros. `again`: tokens just before a span that its
+    // states have not seen; history: inputs (width - 1 + again, stateful, carried) before it; states: of recurrences,
+    // in the layout of recurrence.h; those after save_after tokens, ascending, are written to save_to.
+    const std::int64_t *again, *history, *states, *save;  // (spans,); save: (spans + 1,) the first of each, their end
+    const std::int64_t *save_after, *save_to;             // (saves,)
+    float* inputs;                                        // (kept, stateful, carried)
     float* logits;              // (logit_rows, vocabulary)
 };
 

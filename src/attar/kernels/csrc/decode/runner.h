@@ -36,6 +36,9 @@ private:
         const Model& m = model_;
         const std::int64_t tokens = batch_->tokens;
         splits_ = splits();
+        walk_.assign(1, 0);
+        for (std::int64_t s = 0; s < batch_->spans; s++)
+            walk_.push_back(walk_.back() + batch_->again[s] + batch_->count[s]);
         grow(x_, tokens * m.hidden);
         grow(normed_, tokens * m.hidden);
         if (m.rank) {
@@ -48,16 +51,25 @@ private:
             const Layer& layer = m.layer[i];
             grow(qkv_, tokens * layer.qkv.rows);
             qkv_input_.reserve(layer.qkv, tokens, m.bits);
+            if (layer.recurrence) reserve(*layer.recurrence);
             out_input_.reserve(layer.out, tokens, m.bits);
             if (layer.mixture) {
                 mixture_.reserve(*layer.mixture, tokens, m.hidden, m.bits);
                 continue;
             }
+            if (!layer.down.rows) continue;
             grow(gate_up_, tokens * layer.gate_up.rows);
             gate_up_input_.reserve(layer.gate_up, tokens, m.bits);
             down_input_.reserve(layer.down, tokens, m.bits);
         }
         head_input_.reserve(m.head, batch_->logit_rows, m.bits);
+    }
+
+    void reserve(const Recurrence& m) {
+        grow(mixed_, walk_.back() * (m.channels() + 2 * m.heads));
+        grow(recurred_, batch_->tokens * m.heads * m.values);
+        grow(steps_, batch_->tokens * m.steps.rows);
+        if (m.steps.rows) steps_input_.reserve(m.steps, batch_->tokens, model_.bits);
     }
 
     // KV splits of every token: those of the longest sequence, or one where there are tasks enough.
@@ -81,6 +93,9 @@ private:
     std::vector<SoftmaxState> states_;                     // of the same rows
     ActivationBuffer qkv_input_, out_input_, gate_up_input_, down_input_, head_input_;
     MixtureBuffers mixture_;
+    std::vector<std::int64_t> walk_;  // (spans + 1,) where the tokens that a recurrence runs for a span begin
+    std::vector<float> steps_, mixed_, recurred_;  // of recurrence.h: products; q, k, v, a and b of these; o
+    ActivationBuffer steps_input_;
     LatentBuffers latents_;
     ActivationBuffer context_input_, markov_input_;  // of draft_block.h
 };

@@ -1,7 +1,8 @@
 // One step of a model: a forward pass over the tokens of several sequences.
 //
 // Phases of a layer: norm, q k v, rope and KV store, attention, merge of KV splits, out, norm, gate and up,
-// activation, down; mixtures of experts are in mixture.h, latent attention is in latents.h. The input of a product is prepared once (quantized, where
+// activation, down; mixtures of experts are in mixture.h, latent attention is in latents.h, recurrences are in
+// recurrence.h. The input of a product is prepared once (quantized, where
 // weights are): the workers divide the tokens, or with few tokens the columns.
 
 #pragma once
@@ -32,7 +33,9 @@ public:
         copy_blocks();
         embed();
         for (layer_index = 0; layer_index < model.layers; layer_index++) {
-            if (layer().kernel)
+            if (layer().recurrence)
+                recurrence();
+            else if (layer().kernel)
                 short_convolution();
             else if (model.rank)
                 latent_attention();
@@ -40,7 +43,7 @@ public:
                 attention();
             if (layer().mixture)
                 mixture();
-            else
+            else if (layer().down.rows)
                 mlp();
             keep_hidden(layer_index, nullptr);
         }
@@ -51,7 +54,12 @@ public:
 protected:
     const Layer& layer() const { return model.layer[layer_index]; }
     std::int64_t q_width() const { return model.heads * model.head_dim; }
-    std::int64_t qkv_width() const { return (model.heads + 2 * model.kv_heads) * model.head_dim; }
+    std::int64_t qkv_width() const { return layer().qkv.rows; }
+    // Of a head's output, which is multiplied by its sigmoid; 0: there are none. They follow the values.
+    std::int64_t gates_at() const {
+        const std::int64_t plain = (model.heads + 2 * model.kv_heads) * model.head_dim;
+        return !model.rank && layer().qkv.rows > plain ? plain : 0;
+    }
 
     // f(token, first, last) for all tokens; with fewer tokens than workers the columns [first, last) are divided.
     template <class Function>
@@ -160,9 +168,9 @@ protected:
             return load(row) * load(row + 2 * hidden);
         };
         const auto earlier = [&](std::int64_t span, std::int64_t k, std::int64_t i) {
-            if (!batch.states) return F{};
-            const std::int64_t row = k * model.convolutions + layer().index;
-            return load(batch.states + span * model.state_numbers() + row * hidden + i);
+            if (!batch.history[span]) return F{};
+            const std::int64_t row = (batch.again[span] + k) * model.stateful + layer().index;
+            return load((const float*)batch.history[span] + row * hidden + i);
         };
         scratch.resize(hidden);
         for_each_token(batch.tokens, hidden, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
@@ -180,7 +188,7 @@ protected:
         });
         worker.parallel_for(batch.kept, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
             for (std::int64_t n = first; n < last; n++) {
-                float* to = batch.inputs + (n * model.convolutions + layer().index) * hidden;
+                float* to = batch.inputs + (n * model.stateful + layer().index) * hidden;
                 for (std::int64_t i = 0; i < hidden; i += WIDTH) store(to + i, input(batch.keep[n], i));
             }
         });
@@ -211,6 +219,14 @@ protected:
                        std::int64_t shared_rows, std::int64_t shared_width, const float* shared_from,
                        const Activations& shared_to);
     void combine(const float* outputs, const float* shared);
+
+    // recurrence.h
+    void recurrence();
+    const float* channels_of(const Recurrence& m, std::int64_t t) const;
+    const float* steps_of(const Recurrence& m, std::int64_t t) const;
+    void mix(const Recurrence& m, std::int64_t row, std::int64_t group);
+    void recur(const Recurrence& m, std::int64_t span, std::int64_t slice);
+    void normed(const Recurrence& m, std::int64_t t, std::int64_t first, std::int64_t last, float* to);
 
     // latents.h
     void latent_attention();
@@ -332,6 +348,10 @@ protected:
                     merge_head(head, row, low - begin, high - begin, to);
                 }
             }
+            if (gates_at()) {
+                const float* gate = r.qkv_.data() + t * qkv_width() + gates_at() + first;
+                for (std::int64_t i = 0; i < last - first; i++) scratch[i] /= 1.0f + std::exp(-gate[i]);
+            }
             out.set(t, first, last, scratch.data());
         });
     }
@@ -369,7 +389,7 @@ protected:
     const Batch& batch;
     ThreadPool::Worker& worker;
     std::int64_t layer_index = 0;
-    std::vector<float> scratch;
+    std::vector<float> scratch, columns;  // columns: of a recurrence's state
     std::vector<std::int8_t> codes;
     std::vector<float> rotated, merged;  // heads of padded numbers
     LatentScratch latent_scratch;

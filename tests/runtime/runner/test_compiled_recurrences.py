@@ -1,0 +1,140 @@
+"""Linear recurrences in the compiled step: what test_states.py does not ask of every runner."""
+
+import pytest
+import torch
+
+from attar.errors import ModelError
+from attar.kernels.build import load as build_kernels
+from attar.kernels.structures import CarriedSpan, StepTokens
+from attar.runtime.loading import load
+from attar.runtime.runner.compiled import Compiled, compiled
+from attar.runtime.runner.compiled_states import StateBuffers
+from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
+from tests import tiny_models
+from tests.marks import slow_but
+from tests.quantization.packing import pack
+from tests.runtime.runner.compiled_steps import BLOCKS, LENGTH, in_bfloat16, logits_of, run, runner, tokens
+from tests.runtime.test_loading import logits as logits_of_runner
+
+pytestmark = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ compiler")
+
+
+def built(family="qwen3_5", **changes):
+    return in_bfloat16(tiny_models.build(family, **changes))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize(
+    "settings", [{"bits": 8, "kv_dtype": "bfloat16"}, {"weights": "int4", "group": 16, "kv_dtype": "int4"}]
+)
+def test_a_token_does_not_depend_on_its_batch(family, settings):
+    """Bit by bit: alone, in chunks, as drafts or with others, with any number of threads."""
+    model, ids, other = built(family), tokens(), tokens(seed=7)
+    alone = runner(model, threads=1, **settings)
+    want = torch.cat([run(alone, (0, ids, at, at + 1, BLOCKS)) for at in range(LENGTH)])
+    busy = runner(model, threads=3, **settings)
+    first = run(busy, (1, other, 0, 32, (0, 1)), (0, ids, 0, 33, BLOCKS))[32:]
+    second = run(busy, (0, ids, 33, 37, BLOCKS, {"drafts": 3}), (1, other, 32, 33, (0, 1, 3)))[:-1]
+    third = run(busy, (0, ids, 35, LENGTH, BLOCKS))  # two drafts were rejected
+    assert torch.equal(torch.cat([first, second[:2], third]), want)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"linear_num_value_heads": 2, "linear_value_head_dim": 48, "linear_conv_kernel_dim": 2},
+        {"linear_key_head_dim": 32, "layer_types": ["linear_attention"] * 3},
+    ],
+)
+def test_other_shapes(changes):
+    model, ids = built(**changes), tokens()
+    actual = runner(model, threads=3)
+    rows = [run(actual, (0, ids, a, b, BLOCKS)) for a, b in ((0, 1), (1, 3), (3, 30), (30, 40))]
+    with torch.no_grad():
+        want = model(torch.tensor([ids]), use_cache=False).logits[0]
+    torch.testing.assert_close(torch.cat(rows), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", slow_but(("qwen3_5", "qwen3_next", "qwen3_5_moe"), "qwen3_5"))
+def test_a_quantized_checkpoint_runs_as_its_modules(tmp_path, family):
+    """Products in their codes, whose rows are sorted."""
+    folder = tiny_models.save(built(family), tmp_path / "model", dtype=torch.bfloat16)
+    checkpoint = pack(folder, tmp_path / "packed", scheme="W4A16")[1]
+    settings = {"activations": 16, "kv_dtype": "float32", "kv_tokens": 64}
+    ours, modules = (load(checkpoint, runner=name, **settings).runner for name in ("auto", "modules"))
+    assert isinstance(ours, Compiled)
+    assert all(layer.qkv.kind != "bf16" and layer.out.kind != "bf16" for layer in ours.weights.layers)
+    want = logits_of_runner(modules, tokens(24))
+    modules.forget(0), ours.forget(0)
+    torch.testing.assert_close(
+        logits_of_runner(ours, tokens(24)), want, rtol=0, atol=4e-3 * float(want.abs().max())
+    )
+
+
+def test_an_adapter_changes_the_layers_of_its_own_sequence():
+    """Logits are those of the merged weight, of rows that are sorted, beside a sequence without it."""
+    model, ids = built("qwen3_next"), tokens()
+    path = "model.layers.0.linear_attn.in_proj_qkvz"
+    A, B = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0))
+    adapter = LoraAdapter("name", {path: LoraUpdate(A, B.T.repeat(3, 1))}, "digest")
+    folder = model.state_dict()
+    actual = runner(model)
+
+    def build(names, read):
+        return compiled(model.config, {name: read(name) for name in names}, blocks=1).weights
+
+    actual.with_adapters(build, folder, folder.__getitem__)
+    actual.lora.add("key", actual.lora.prepare(adapter))
+    parts = [(0, ids, BLOCKS, {}), (1, ids, (0, 1, 3), {"adapter": "key"})]
+    rows = [
+        run(actual, *((number, row, a, b, blocks, more) for number, row, blocks, more in parts)).chunk(2)
+        for a, b in ((0, 9), (9, 10), (10, LENGTH))
+    ]
+    merged = built("qwen3_next")
+    with torch.no_grad():
+        weight = merged.get_submodule(path).weight
+        weight.copy_((weight + B.T.repeat(3, 1) @ A).bfloat16().float())
+    for index, each in enumerate((model, merged)):
+        ours = torch.cat([chunks[index] for chunks in rows])
+        torch.testing.assert_close(ours, logits_of(each, ids), rtol=0, atol=1e-3)
+
+
+def test_states_in_memory():
+    """Two layers of 4 heads of 16 x 16 numbers, and 3 inputs of 128 channels and 8 steps."""
+    assert runner(built()).state_bytes == 4 * 2 * (4 * 16 * 16 + 3 * (128 + 8))
+    buffers = StateBuffers(100)
+    first, second = buffers.take(), buffers.take()
+    place = first.data_ptr()
+    del first
+    assert buffers.take().data_ptr() == place != second.data_ptr()
+
+
+def test_what_is_out_of_bounds_or_refused(tmp_path):
+    model = built()
+    actual = runner(model)
+    weights = actual.weights
+    given = {
+        "ids": [5],
+        "positions": [0],
+        "slots": [0],
+        "counts": [1],
+        "past": [0],
+        "blocks": [[0]],
+        "rows": [0],
+    }
+    states = torch.empty(weights.state_numbers)
+    for part in (
+        CarriedSpan(again=1),
+        CarriedSpan(saves=[(2, states)]),
+        CarriedSpan(saves=[(1, states), (0, states)]),
+    ):
+        with pytest.raises(IndexError, match="states"):
+            actual._program.run(StepTokens(**given, carried=[part]))
+    with pytest.raises(AssertionError, match="of states, not"):
+        actual._program.run(StepTokens(**given, carried=[CarriedSpan(states=states[1:])]))
+    with pytest.raises(ModelError, match="multiples of 16"):
+        runner(built(linear_value_head_dim=24))
+    folder = tiny_models.save(model, tmp_path / "model", dtype=torch.bfloat16)
+    with pytest.raises(ModelError, match="linear recurrences"):
+        load(folder, runner="device", kv_tokens=64)
