@@ -67,6 +67,8 @@ def prompts(model):
         ("lfm2", "suffix"),
         pytest.param("lfm2 compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
         pytest.param("qwen3_5 compiled", "suffix", marks=COMPILER),
+        pytest.param("granitemoehybrid compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("mamba2 compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
         pytest.param("lfm2_moe compiled", None, marks=(COMPILER, pytest.mark.slow)),
         pytest.param("lfm2 compiled", "self", marks=(COMPILER, pytest.mark.slow)),
         pytest.param("qwen3_5", "suffix", marks=pytest.mark.slow),

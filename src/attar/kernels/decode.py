@@ -73,9 +73,9 @@ class LayerWeights:
     """
 
     before_attention: Tensor
-    before_mlp: Tensor | None
     qkv: PackedWeight
     out: PackedWeight
+    before_mlp: Tensor | None = None
     gate_up: PackedWeight | None = None
     down: PackedWeight | None = None
     mixture: MixtureWeights | None = None

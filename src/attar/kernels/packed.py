@@ -48,7 +48,8 @@ class PackedWeight:
         columns: K.
         group: G; 0 for bf16.
         zeros: stored zero points: middle (none: all are 8 or 128), points z, or products s z.
-        unit: power of two that stored scales are multiplied by.
+        unit: what stored scales and bfloat16 weights are multiplied by: a power of two, times a factor that
+            the whole product has.
         bias: float32 (N,) or None.
         form: "2:4 as dense": the weight is 2:4, and its zeros are stored.
     """

@@ -11,7 +11,8 @@ from attar.runtime.kv.state_store import StateStore
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.compiled_states import WINDOW, WalkedSpan
-from attar.runtime.runner.convolution_weights import llama_name
+from attar.runtime.runner.compiled_weights import llama_name
+from attar.runtime.runner.convolution_weights import NAMES
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
@@ -204,4 +205,7 @@ def test_what_is_out_of_bounds_or_refused(tmp_path):
     folder = tiny_models.save(built(), tmp_path / "model", dtype=torch.bfloat16)
     with pytest.raises(ModelError, match="short convolutions"):
         load(folder, runner="device", kv_tokens=64)
-    assert llama_name("model.layers.0.self_attn.q_proj.weight") == "model.layers.0.self_attn.q_proj.weight"
+    assert (
+        llama_name("model.layers.0.self_attn.q_proj.weight", NAMES)
+        == "model.layers.0.self_attn.q_proj.weight"
+    )

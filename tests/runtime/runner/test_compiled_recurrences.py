@@ -24,7 +24,7 @@ def built(family="qwen3_5", **changes):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "granitemoehybrid"])
 @pytest.mark.parametrize(
     "settings", [{"bits": 8, "kv_dtype": "bfloat16"}, {"weights": "int4", "group": 16, "kv_dtype": "int4"}]
 )
@@ -40,15 +40,25 @@ def test_a_token_does_not_depend_on_its_batch(family, settings):
     assert torch.equal(torch.cat([first, second[:2], third]), want)
 
 
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4}
+GRANITE |= {"logits_scaling": 2.0, "mamba_n_groups": 2, "mamba_d_state": 32}
+GRANITE |= {"mamba_n_heads": 4, "mamba_d_head": 32}
+DENSE = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_conv_bias": False}
+DENSE |= {"mamba_d_conv": 2}
+QUANTIZED = ("qwen3_5", "granitemoehybrid", "qwen3_next", "qwen3_5_moe", "mamba2", "bamba")
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes"),
     [
-        {"linear_num_value_heads": 2, "linear_value_head_dim": 48, "linear_conv_kernel_dim": 2},
-        {"linear_key_head_dim": 32, "layer_types": ["linear_attention"] * 3},
+        ("qwen3_5", {"linear_num_value_heads": 2, "linear_value_head_dim": 48, "linear_conv_kernel_dim": 2}),
+        ("qwen3_5", {"linear_key_head_dim": 32, "layer_types": ["linear_attention"] * 3}),
+        ("granitemoehybrid", GRANITE),
+        ("granitemoehybrid", {**GRANITE, **DENSE, "mamba_proj_bias": True, "time_step_limit": (0.5, 0.9)}),
     ],
 )
-def test_other_shapes(changes):
-    model, ids = built(**changes), tokens()
+def test_other_shapes(family, changes):
+    model, ids = built(family, **changes), tokens()
     actual = runner(model, threads=3)
     rows = [run(actual, (0, ids, a, b, BLOCKS)) for a, b in ((0, 1), (1, 3), (3, 30), (30, 40))]
     with torch.no_grad():
@@ -56,10 +66,11 @@ def test_other_shapes(changes):
     torch.testing.assert_close(torch.cat(rows), want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", slow_but(("qwen3_5", "qwen3_next", "qwen3_5_moe"), "qwen3_5"))
+@pytest.mark.parametrize("family", slow_but(QUANTIZED, "qwen3_5"))
 def test_a_quantized_checkpoint_runs_as_its_modules(tmp_path, family):
     """Products in their codes, whose rows are sorted."""
-    folder = tiny_models.save(built(family), tmp_path / "model", dtype=torch.bfloat16)
+    changes = {"num_local_experts": 0, "intermediate_size": 64} if family == "granitemoehybrid" else {}
+    folder = tiny_models.save(built(family, **changes), tmp_path / "model", dtype=torch.bfloat16)
     checkpoint = pack(folder, tmp_path / "packed", scheme="W4A16")[1]
     settings = {"activations": 16, "kv_dtype": "float32", "kv_tokens": 64}
     ours, modules = (load(checkpoint, runner=name, **settings).runner for name in ("auto", "modules"))

@@ -14,8 +14,9 @@ Every tensor of the checkpoint must be used: a layer with a part that the compil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -188,7 +189,7 @@ def model_weights(
     source, arena = _source(config, known, load, coded, coded_experts), Arena()
     of_layers = packer or PanelPacker(weights, group, arena, pays)
     of_head = packer or PanelPacker(head or weights, group, arena, pays)
-    tables = rotary_tables(config, context or config.max_position_embeddings)
+    tables = {} if _positionless(config) else rotary_tables(config, context or config.max_position_embeddings)
     latent = latent_weights.latent_shape(config)
     layers = []
     for index in range(config.num_hidden_layers):
@@ -198,17 +199,19 @@ def model_weights(
     keep_float32 = table.dtype == torch.float32 and embedding is None
     model = ModelWeights(
         embedding=table.to(torch.float32 if keep_float32 else embedding or torch.bfloat16).contiguous(),
-        norm=_norm(config, source.required("model.norm.weight")),
+        norm=_norm(config, source.required("model.norm.weight")) / _multiplier(config, "logits_scaling"),
         head=_head(source, table, of_head),
         layers=tuple(layers),
-        heads=config.num_attention_heads,
-        kv_heads=1 if latent else config.num_key_value_heads,
+        heads=getattr(config, "num_attention_heads", 1),
+        kv_heads=1 if latent else getattr(config, "num_key_value_heads", 1),
         head_dim=_head_dim(config),
-        eps=config.norm_eps if config.model_type in convolution_weights.FAMILIES else config.rms_norm_eps,
+        eps=_eps(config),
         scale=_scale(config),
         soft_cap=_of(config, CAPPED_SCORES, "attn_logit_softcapping"),
         final_soft_cap=_of(config, CAPPED_LOGITS, "final_logit_softcapping"),
-        embedding_scale=config.hidden_size**0.5 if config.model_type in GEMMA else 1.0,
+        embedding_scale=config.hidden_size**0.5
+        if config.model_type in GEMMA
+        else _multiplier(config, "embedding_multiplier"),
         activation=ACTIVATIONS[_activation(config)],
         wide_norms=config.model_type in expert_weights.WIDE_NORMS,
         latent=latent,
@@ -220,14 +223,44 @@ def model_weights(
 
 def _source(config: Any, names: frozenset[str], *readers: Callable[[str], Any]) -> TensorSource:
     """Tensors by Llama's names, whatever the family calls them."""
-    if config.model_type not in convolution_weights.FAMILIES:
+    convolutions = config.model_type in convolution_weights.FAMILIES
+    patterns = convolution_weights.NAMES if convolutions else recurrent_weights.names(config)
+    if not patterns:
         return TensorSource(names, *readers)
-    stored = {convolution_weights.llama_name(name): name for name in names}
+    stored = {llama_name(name, patterns): name for name in names}
 
     def renamed(read: Callable[[str], Any]) -> Callable[[str], Any]:
         return lambda name: read(stored[name])
 
     return TensorSource(frozenset(stored), *map(renamed, readers))
+
+
+def llama_name(name: str, patterns: Sequence[tuple[str, str]]) -> str:
+    """The name that Llama has for a tensor: by the first pattern that it has."""
+    for pattern, replacement in patterns:
+        name, count = re.subn(pattern, replacement, name)
+        if count:
+            return name
+    return name
+
+
+def _multiplier(config: Any, name: str) -> float:
+    """One of Granite's multipliers; 1 elsewhere."""
+    return float(getattr(config, name)) if config.model_type in recurrent_weights.GRANITE else 1.0
+
+
+def _positionless(config: Any) -> bool:
+    """Whether attention has no positions, or there is none."""
+    granite = config.model_type in recurrent_weights.GRANITE
+    return config.model_type in recurrent_weights.ALONE or (
+        granite and config.position_embedding_type != "rope"
+    )
+
+
+def _eps(config: Any) -> float:
+    """Of the norms."""
+    names = {"mamba2": "layer_norm_epsilon", **dict.fromkeys(convolution_weights.FAMILIES, "norm_eps")}
+    return float(getattr(config, names.get(config.model_type, "rms_norm_eps")))
 
 
 def _of(config: Any, families: Sequence[str], key: str) -> float:
@@ -251,20 +284,32 @@ class _LayerTensors:
         mixer = self._mixer()
         if "convolution" not in mixer:
             mixer |= {"rotary": rotary, "window": window}
-        mlp = {}
-        if mixture is None:
-            mlp["gate_up"] = self.product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
-            mlp["down"] = self.product("mlp.", ("down_proj",))
+        mlp: dict[str, Any] = {}
+        if self.config.model_type not in recurrent_weights.ALONE:
+            name = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+            mlp["before_mlp"] = self._norm(name)
+            if mixture is None:
+                mlp["gate_up"] = self.product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
+                mlp["down"] = self._added(self.product("mlp.", ("down_proj",)))
+        if mixture is not None:
+            down, shared = tuple(map(self._added, mixture.down)), self._added(mixture.shared_down)
+            mlp["mixture"] = self.packer.mixture(replace(mixture, down=down, shared_down=shared))
         return LayerWeights(
             before_attention=self._norm("input_layernorm"),
-            before_mlp=self._norm("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"),
             after_attention=self._norm("post_attention_layernorm") if gemma else None,
             after_mlp=self._norm("post_feedforward_layernorm") if gemma else None,
-            **mixer,
+            **mixer | {"out": self._added(mixer["out"])},
             **mlp,
-            mixture=None if mixture is None else self.packer.mixture(mixture),
             sinks=sinks,
         )
+
+    def _added(self, packed: Any) -> Any:
+        """A product that is added to the residual stream: times Granite's multiplier, codes as they are."""
+        factor = _multiplier(self.config, "residual_multiplier")
+        if packed is None or factor == 1.0:
+            return packed
+        bias = None if packed.bias is None else packed.bias * factor
+        return replace(packed, unit=packed.unit * factor, bias=bias)
 
     def _mixer(self) -> dict[str, Any]:
         """What attention has, or stands in its place."""
@@ -400,12 +445,16 @@ def _scale(config: Any) -> float:
     """What multiplies queries."""
     if config.model_type in latent_weights.FAMILIES:
         return latent_weights.latent_scale(config)
+    if config.model_type in recurrent_weights.GRANITE:
+        return float(config.attention_multiplier)
     return float((_of(config, CAPPED_LOGITS, "query_pre_attn_scalar") or _head_dim(config)) ** -0.5)
 
 
 def _head_dim(config: Any) -> int:
     if config.model_type in latent_weights.FAMILIES:
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    if config.model_type in recurrent_weights.ALONE:  # attends nowhere
+        return 2
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

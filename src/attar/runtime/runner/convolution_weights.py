@@ -7,7 +7,6 @@ A layer has attention with norms of heads, or this in its place; all else is Lla
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from attar.kernels.decode import ConvolutionWeights
@@ -27,15 +26,6 @@ NAMES = (
     (r"\.feed_forward\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
     (r"\.feed_forward\.", ".mlp."),
 )
-
-
-def llama_name(name: str) -> str:
-    """The name that Llama has for a tensor."""
-    for pattern, replacement in NAMES:
-        name, count = re.subn(pattern, replacement, name)
-        if count:
-            return name
-    return name
 
 
 def convolution_weights(layer: LayerTensors) -> ConvolutionWeights | None:

@@ -19,7 +19,8 @@ from attar.runtime.runner.codes import PackedCodes
 
 SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 SOFTMAX = ("qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text")
-FAMILIES = ("mixtral", *SOFTMAX, "gpt_oss", "deepseek_v2", "lfm2_moe", *SIGMOID)
+CHOSEN = ("mixtral", "gpt_oss", "granitemoehybrid")  # softmax over all, divided by the sum of the chosen
+FAMILIES = (*CHOSEN, *SOFTMAX, "deepseek_v2", "lfm2_moe", *SIGMOID)
 PREDICTING_AHEAD = SIGMOID  # a layer behind the last predicts further tokens
 WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
 ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"), ("feed_forward.", "gate"))
@@ -45,10 +46,16 @@ class LayerTensors(Protocol):
         ...
 
     def product(
-        self, module: str, names: tuple[str, ...], *, sparse: bool = True, rows: Tensor | None = None
+        self,
+        module: str,
+        names: tuple[str, ...],
+        fused_name: str = "",
+        *,
+        sparse: bool = True,
+        rows: Tensor | None = None,
     ) -> Any:
-        """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such;
-        ``rows``: their order."""
+        """Several Linears with the same inputs as one, or one that is stored so; ``sparse``: 2:4 weights may
+        be packed as such; ``rows``: their order."""
         ...
 
     def codes(self, name: str) -> PackedCodes | None:
@@ -100,7 +107,7 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
     of_shared = {}
     if shared:
         of_shared = {
-            "shared_gate_up": layer.product(f"{module}{shared}", ("gate_proj", "up_proj")),
+            "shared_gate_up": layer.product(f"{module}{shared}", ("gate_proj", "up_proj"), "gate_up_proj"),
             "shared_down": layer.product(f"{module}{shared}", ("down_proj",)),
         }
     return MixtureWeights(
@@ -111,7 +118,8 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
 def _experts(layer: LayerTensors, module: str, count: int) -> ExpertProducts:
     """Gate and up, and down, of each expert; 2:4 ones are packed dense, so that all are of one form."""
     if layer.has(f"{module}gate_up_proj"):
-        both = (layer.tensor(f"{module}{name}") for name in ("gate_up_proj", "down_proj"))
+        paths = (f"{module}{name}" for name in ("gate_up_proj", "down_proj"))
+        both = (layer.expert_codes(path) or layer.tensor(path) for path in paths)
         gate_up, down = (layer.stack(tuple(layer.packed(weight) for weight in stacked)) for stacked in both)
         return gate_up, down
     leaves = next((names for names in LEAVES if layer.has(f"{module}0.{names[0]}.weight")), LEAVES[0])
@@ -148,7 +156,7 @@ def routing(config: Any) -> Routing:
         ModelError: the family's routing is not known here.
     """
     kind, active = config.model_type, config.num_experts_per_tok
-    if kind in ("mixtral", "gpt_oss"):  # gpt-oss takes the softmax over the chosen: the same
+    if kind in CHOSEN:  # or softmax over the chosen: the same
         return Routing(active=active)
     if kind in SOFTMAX:
         return Routing(active=active, normalized=getattr(config, "norm_topk_prob", True))

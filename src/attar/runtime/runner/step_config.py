@@ -49,7 +49,7 @@ def layer_kind(config: Any, index: int) -> str:
 
 def rope(config: Any) -> dict[str, dict[str, Any]]:
     """Rotary parameters by type of layer."""
-    parameters = config.rope_parameters
+    parameters = getattr(config, "rope_parameters", None) or {}
     nested = all(isinstance(value, dict) for value in parameters.values())
     return parameters if nested else {"full_attention": parameters}
 
