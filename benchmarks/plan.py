@@ -43,6 +43,7 @@ import attar
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.units import byte_count, table
 from attar.errors import UsageError
+from attar.kernels.build import cache_folder as kernels_folder
 from attar.measure.evaluate import measure_quality
 from attar.measure.reference import make_reference
 from attar.measure.settings import EvaluateSettings
@@ -235,6 +236,9 @@ def planned_row(size: int, rivals: list[Rival], options: argparse.Namespace) -> 
 def own_history(cache: Path) -> Iterator[None]:
     """Within it attar's cache is this folder, with what was measured, but no history of plans."""
     kept = os.environ.get("ATTAR_CACHE")
+    cache.mkdir(exist_ok=True)
+    if not (cache / "kernels").exists():
+        (cache / "kernels").symlink_to(kernels_folder())
     os.environ["ATTAR_CACHE"] = str(cache)
     (cache / "plans.jsonl").unlink(missing_ok=True)
     try:

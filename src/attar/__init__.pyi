@@ -379,6 +379,8 @@ def plan(
     engine: Literal["attar", "vllm", "llama.cpp"] = "attar",
     hardware: str = "this",
     method: Literal["rtn", "awq", "gptq", "gptaq", "qronos"] = "gptq",
+    prune: str = "",
+    recover_tokens: int = 0,
     check: int = 3,
     data: str | Path | Sequence[str] | Any = "auto",
     bos: Literal["auto", "always", "never"] = "auto",

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import html
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,6 @@ from attar.planner.settings import SCHEMES_OF
 from attar.quantization.plan import plan as plan_layers
 from attar.quantization.settings import StorageSettings
 from attar.recipe.schema import parse_recipe
-from attar.sensitivity import weight_changes
 from tests import tiny_models
 from tests.formats.gguf import variants
 from tests.quantization.packing import pack
@@ -144,37 +149,83 @@ def test_a_plan_fits_its_size_and_its_recipe_says_so(
     assert all(found.point.kl <= row.kl for row in smaller)
 
 
+RECORDING = """
+import json, os, signal, sys
+import attar
+from attar.planner.losses import Losses
+from attar.sensitivity import weight_changes
+
+log, kind, count, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+
+def recording(kind_of, name_of, real):
+    def call(*args):
+        with open(log, "a+") as file:
+            file.seek(0)
+            if kind_of == kind and sum(line.startswith(kind) for line in file) == count:
+                os.kill(os.getpid(), signal.SIGKILL)  # in the middle of one that is not finished
+            result = real(*args)
+            print(kind_of, name_of(*args), file=file)
+        return result
+    return call
+
+weight_changes._measure = recording(
+    "group", lambda _, change: (change.blank.group, change.blank.option), weight_changes._measure
+)
+Losses._joint = recording("whole", lambda _, *choice: choice, Losses._joint)
+print(json.dumps(attar.plan(**options).to_dict()))
+"""
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # four processes, beside other work
 def test_a_killed_plan_goes_on_after_the_last_measurement(
-    model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: Path, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    size = f"{written_bytes(model) * 2 // 3}B"
-    measured: list[str] = []
-    real = weight_changes._measure
+    """kill -9 among the groups and among the wholes: the same plan, and nothing is measured twice."""
+    plan = {"model": str(model), "size": f"{written_bytes(model) * 2 // 3}B", **options}
 
-    def counting(reference: Any, change: Any) -> Any:
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        measured.append(change.blank.group)
-        return real(reference, change)
+    def planned(log: str, kind: str = "", count: int = 0) -> Any:
+        environment = {**os.environ, "ATTAR_CACHE": str(tmp_path / log), "ATTAR_KERNELS": "off"}
+        arguments = [str(tmp_path / f"{log}.log"), kind, str(count), json.dumps(plan)]
+        command = [sys.executable, "-c", RECORDING, *arguments]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ended.returncode == (-signal.SIGKILL if kind else 0), ended.stderr
+        return None if kind else json.loads(ended.stdout.splitlines()[-1])
 
-    monkeypatch.setattr(weight_changes, "_measure", counting)
-    with pytest.raises(KeyboardInterrupt):
-        attar.plan(model, size=size, **options)
-    again: list[tuple[str, str]] = []
+    for kind, count in (("group", 3), ("whole", 1)):
+        planned("killed", kind, count)
+    again, whole = planned("killed"), planned("whole")
+    assert again == whole
+    kept, straight = ((tmp_path / f"{log}.log").read_text().splitlines() for log in ("killed", "whole"))
+    assert sorted(kept) == sorted(straight) and len(set(kept)) == len(kept)
 
-    def recording(reference: Any, change: Any) -> Any:
-        again.append((change.blank.group, change.blank.option))
-        return real(reference, change)
 
-    monkeypatch.setattr(weight_changes, "_measure", recording)
-    first = attar.plan(model, size=size, **options)
-    assert len(again) == len(set(again)) and not [
-        g for g, option in again if option == "W4A16" and g in measured
-    ]
-    again.clear()
-    second = attar.plan(model, size=size, **options)
-    assert again == [] and second.to_dict() == first.to_dict()
+@pytest.mark.slow
+def test_a_plan_cuts_where_a_cut_and_more_bits_lose_less(
+    model: Path, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cut that loses more than the plan is not taken; one that loses little is cut, recovered and coded, at
+    exactly the bytes of the prediction."""
+    size = f"{written_bytes(model) // 3}B"
+    whole = attar.plan(model, size=size, **options)
+    lost = attar.plan(model, size=size, prune="0.2", **options)
+    assert lost.point == whole.point and lost.recipe.to_dict() == whole.recipe.to_dict()
+    assert "more than all that the plan may lose: not taken" in lost.reasons[-1]
+    real = losses_module.CutLosses.joint
+
+    def cheap(self: Any, choice: Any, kv_dtype: str = "auto") -> Any:
+        loss = real(self, choice, kv_dtype)
+        return replace(loss, kl=loss.kl / 1e6)
+
+    monkeypatch.setattr(losses_module.CutLosses, "joint", cheap)
+    cut = attar.plan(model, tmp_path / "plan.yaml", size=size, prune="0.2", recover_tokens=4096, **options)
+    assert [stage.stage for stage in cut.recipe.stages] == ["prune", "recover", "quantize"]
+    assert cut.reasons[-1].endswith(": taken") and cut.point.name.split(";")[0] in cut.reasons[-1]
+    few = [f"evaluate.{name}" for name in ("tokens=64", "sequence_length=16", "speed=false", "answers=0")]
+    result = attar.run(tmp_path / "plan.yaml", tmp_path / "run", overrides=few, progress=False)
+    recipe = result.content["recipe"]
+    assert recipe["measured"]["bytes"] == recipe["predicted"]["bytes"] == cut.point.file_bytes
+    assert not [path for path in (tmp_path / "cache/cuts").glob("*/*") if path.is_dir()]
 
 
 @pytest.mark.slow

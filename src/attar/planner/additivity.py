@@ -20,6 +20,7 @@ from dataclasses import replace
 from attar.planner.solve import PlanPoint
 from attar.quantization.mixed_precision.allocate import Option
 
+LEAST = 0.1  # of the sum: the least that groups add to a cut
 OptionsFunction = Callable[[], Mapping[str, Sequence[Option]]]
 
 
@@ -27,7 +28,7 @@ def corrected_losses(
     options: OptionsFunction,
     measured: Sequence[PlanPoint],
     blocks: Sequence[str],
-    kv: Mapping[str, float],
+    apart: Mapping[str, float],
 ) -> OptionsFunction:
     """The options with corrected losses.
 
@@ -35,13 +36,16 @@ def corrected_losses(
         options: with the losses of each group alone.
         measured: points whose ``loss`` was measured as a whole; the first is the plan.
         blocks: names of the blocks, with which the names of their groups begin.
-        kv: KL of keys and values by format; it counts as it is.
+        apart: KL of what is no group, by format of keys and values: theirs, and of a cut; it counts as it is.
     """
     table = {(group, o.name): o.loss for group, listed in options().items() for o in listed}
     losses = [{group: table[group, name] for group, name in point.choice.items()} for point in measured]
     sums = [math.fsum(parts.values()) for parts in losses]
     pairs = [pair_sum(parts, blocks) for parts in losses]
-    joint = [max(point.loss - kv.get(point.kv_dtype, 0.0), 1e-30) for point in measured]
+    joint = [
+        max(point.loss - apart.get(point.kv_dtype, 0.0), LEAST * total, 1e-30)
+        for point, total in zip(measured, sums, strict=True)
+    ]
     a, b = fitted(sums, pairs, joint)
     roots = _roots_of_blocks(losses[0], blocks)
     plan_losses = losses[0]

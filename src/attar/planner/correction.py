@@ -9,6 +9,8 @@ A loss is measured with weights rounded to nearest on the calibration text, a re
 and is measured on other text: they differ by a factor that depends on the method and the model, and varies
 slowly with the loss. Without runs of this model the prior (m_0, s_0) counts, with them it is forgotten: the
 mean of normal observations with a normal prior.
+
+What a cut costs is no rounding: it is counted as it was measured, times e^(+- 1.645 s_2) at the ends.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from attar.recipe.plan_history import PlanRecord
 Z90 = 1.645
 WITHIN = 0.12  # s_1: of plans of one model
 DRIFT = 0.15  # d: of the factor's logarithm for each e-fold of loss
+CUT = 0.2  # s_2: of a cut's KL between texts
 PRIORS = {"rtn": (0.05, 0.25), "gptq": (-1.0, 0.4)}
 OTHER = (-0.5, 0.6)
 """m_0 and s_0 by method: wide guesses from few runs of attar:tiny, until a model has runs of its own;
@@ -37,21 +40,30 @@ class PredictedKL:
     high: float
 
 
-def predicted_kl(loss: float, method: str, model: str, records: Sequence[PlanRecord]) -> PredictedKL:
+def predicted_kl(
+    loss: float, method: str, model: str, records: Sequence[PlanRecord], cut_loss: float = 0.0
+) -> PredictedKL:
     """The KL of a plan of this loss.
 
     Args:
         loss: nats a token, on the calibration text.
+        cut_loss: the part of it that the model lost before it was coded.
         method: of the rounding.
         model: fingerprint; runs of other models do not count.
         records: of plans that were run.
     """
+    coded = max(loss - cut_loss, 0.0)
     start, spread = PRIORS.get(method, OTHER)
     weight, total = 1 / spread**2, start / spread**2
     for record in records:
         known, measured = record.predicted.get("loss", 0.0), record.measured.get("kl", 0.0)
-        if record.model == model and record.method == method and known > 0 and measured > 0 and loss > 0:
-            variance = WITHIN**2 + (DRIFT * math.log(loss / known)) ** 2
+        if record.model == model and record.method == method and known > 0 and measured > 0 and coded > 0:
+            variance = WITHIN**2 + (DRIFT * math.log(coded / known)) ** 2
             weight, total = weight + 1 / variance, total + math.log(measured / known) / variance
     mean, spread = total / weight, math.sqrt(1 / weight + WITHIN**2)
-    return PredictedKL(*(loss * math.exp(mean + side * Z90 * spread) for side in (0, -1, 1)))
+    return PredictedKL(
+        *(
+            coded * math.exp(mean + side * Z90 * spread) + cut_loss * math.exp(side * Z90 * CUT)
+            for side in (0, -1, 1)
+        )
+    )

@@ -5,7 +5,10 @@
                                uniform grid is a quarter for each further bit
 
 Only options that a plan may choose need a measurement: :meth:`Losses.measure` is called with those that a
-choice took, until a choice takes measured ones alone. A killed run goes on after the last measurement.
+choice took, until a choice takes measured ones alone. A choice as a whole is kept too, in a file beside. A
+killed run goes on after the last measurement.
+
+    {"format": "attar wholes", "version": 1, "measurements": {hash of the choice: [KL, flips]}}
 
 Letters: g a group; o, r options; b bits of a code.
 """
@@ -17,11 +20,17 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attar.checkpoint.atomic import write_json
+from attar.checkpoint.hashing import canonical_json, sha256_text
+from attar.checkpoint.jsonfile import read_json
+from attar.errors import CheckpointError
 from attar.kernels import kv_codes
 from attar.models.fake_quant import on_keys_and_values
 from attar.planner.costs import EMBEDDING, GroupChoice, schemes_of
@@ -38,7 +47,6 @@ from attar.quantization.mixed_precision.sensitivity import (
     rounded,
 )
 from attar.runtime.kv.store import rotated
-from attar.sensitivity.measurements import Measurement, read, write
 from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
 from attar.sensitivity.weight_changes import SensitivityInputs
 from attar.walks.objectives import token_kl
@@ -46,7 +54,7 @@ from attar.walks.objectives import token_kl
 REFERENCE_BITS = 4
 """Bits of the option that is measured first, in every group."""
 
-KV_GROUP = "kv cache"
+WHOLES, WHOLES_VERSION = "attar wholes", 1
 
 
 @dataclass
@@ -137,33 +145,42 @@ class Losses:
 
     def kv_loss(self, kv_dtype: str) -> float:
         """KL of keys and values in a format of the runtime, nats a token; measured once."""
-        if kv_dtype == "auto":
-            return 0.0
-        if (KV_GROUP, kv_dtype) not in self.measured:
-            self.measured[KV_GROUP, kv_dtype] = self._kv_loss(kv_dtype)
-        return self.measured[KV_GROUP, kv_dtype]
-
-    def _kv_loss(self, kv_dtype: str) -> float:
-        modules = tuple(block.attention.name for block in self.inputs.anatomy.blocks if block.attention)
-        blank = Measurement(KV_GROUP, modules, kv_dtype, f"kv cache {kv_dtype}", 0, 0, 0.0, 0.0)
-        file, key = self.inputs.file, self.inputs.key
-        known = read(file, key) if file.exists() else []
-        for row in known:
-            if row.identity == blank.identity:
-                return row.kl
-        kl = self.joint({}, kv_dtype).kl
-        write(file, key, [*known, replace(blank, kl=kl)])
-        return kl
+        return 0.0 if kv_dtype == "auto" else self.joint({}, kv_dtype).kl
 
     def joint(self, choice: GroupChoice, kv_dtype: str = "auto") -> JointLoss:
-        """What a choice costs as a whole, on the text of the measurements."""
+        """What a choice costs as a whole, on the text of the measurements; measured once.
+
+        Raises:
+            CheckpointError: the file of wholes is damaged.
+        """
         modules = dict(schemes_of({g: m for g, m in self.groups.items() if g in choice}, choice))
         if choice.get(EMBEDDING) == "int8":
             modules[self.embedding] = "int8"
         grids = {name: self.grids[scheme](self.storage) for name, scheme in modules.items()}
+        definition = {name: repr(grid) for name, grid in grids.items()}
+        identity = sha256_text(canonical_json([definition, kv_dtype, *self.model_parts]))[:32]
+        file = self.inputs.file.with_name(f"{self.inputs.file.stem}-wholes.json")
+        known = read_wholes(file)
+        if identity not in known:
+            known[identity] = self._joint(grids, kv_dtype)
+            rows = {name: [_or_none(loss.kl), loss.flips] for name, loss in known.items()}
+            write_json(file, {"format": WHOLES, "version": WHOLES_VERSION, "measurements": rows})
+        return known[identity]
+
+    @property
+    def original(self) -> Any:
+        """The model that wholes are compared with."""
+        return self.inputs.model
+
+    @property
+    def model_parts(self) -> tuple[str, ...]:
+        """What the measured model is beside the original; empty: it is the original."""
+        return ()
+
+    def _joint(self, grids: Mapping[str, Grid], kv_dtype: str) -> JointLoss:
         inputs, work = self.inputs, self.inputs.file.with_name(f".{self.inputs.file.name}.joint")
         with (
-            reference_of(inputs.model, (), inputs.batches, "fp32", MEMORY, work) as reference,
+            reference_of(self.original, (), inputs.batches, "fp32", MEMORY, work) as reference,
             rounded(inputs.model, grids, self.nearest),
             ExitStack() as stack,
         ):
@@ -172,7 +189,46 @@ class Losses:
                     module = inputs.model.get_submodule(block.attention.name)
                     handle = on_keys_and_values(module, functools.partial(_coded_cache, kv_dtype=kv_dtype))
                     stack.callback(handle.remove)
+            reference.model = inputs.model
             return _compared(reference)
+
+
+@dataclass
+class CutLosses(Losses):
+    """KL of a cut model: its groups cost what they cost in the whole model, and wholes are measured on it.
+
+    Attributes:
+        whole: of the model that was cut.
+        sources: group of the whole model by group.
+        cut: what was cut, as a text that no other cut has.
+    """
+
+    whole: Losses = None  # type: ignore[assignment]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    cut: str = ""
+
+    @property
+    def original(self) -> Any:
+        return self.whole.inputs.model
+
+    @property
+    def model_parts(self) -> tuple[str, ...]:
+        return (self.cut,)
+
+    def missing(self, choice: GroupChoice) -> list[tuple[str, str]]:
+        return [pair for pair in choice.items() if self.whole.missing(dict([self._source(*pair)]))]
+
+    def measure(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self.whole.measure([self._source(*pair) for pair in pairs])
+
+    def loss(self, group: str, option: str) -> float:
+        return self.whole.loss(*self._source(group, option))
+
+    def kv_loss(self, kv_dtype: str) -> float:
+        return self.whole.kv_loss(kv_dtype)
+
+    def _source(self, group: str, option: str) -> tuple[str, str]:
+        return self.sources.get(group, group), option
 
 
 @dataclass(frozen=True)
@@ -187,6 +243,30 @@ class JointLoss:
 
     kl: float
     flips: float
+
+
+def read_wholes(file: Path) -> dict[str, JointLoss]:
+    """What was measured of choices as a whole, by the hash of the choice.
+
+    Raises:
+        CheckpointError: it is of another kind, or damaged.
+    """
+    if not file.exists():
+        return {}
+    content, hint = read_json(file), "delete it to measure again"
+    if content.get("format") != WHOLES or content.get("version") != WHOLES_VERSION:
+        raise CheckpointError(f"{file}: not a file of wholes, version {WHOLES_VERSION}", hint=hint)
+    try:
+        return {
+            name: JointLoss(math.inf if kl is None else float(kl), float(flips))
+            for name, (kl, flips) in content["measurements"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: a measurement is incomplete: {error}", hint=hint) from error
+
+
+def _or_none(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def integer_grids(group_size: int) -> dict[str, CandidateGrid]:

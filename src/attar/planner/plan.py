@@ -4,13 +4,15 @@
 2. every group at 4 bits; then solve, and measure what the choice took, until all of it is measured
 3. the plan and a few neighbours as a whole: a factor of all losses and of pairs in a block is fitted, and
    the budget solved again (additivity.py)
-4. the KL that the recipe will have, with an interval (correction.py)
+4. with ``prune``, models that were cut: those that may lose less than the plan are solved and measured in the
+   same way (cuts.py), and the best is taken
+5. the KL that the recipe will have, with an interval (correction.py)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,8 @@ from attar.models.loading.fit import admit
 from attar.models.loading.stored import stored_precision
 from attar.planner.additivity import corrected_losses
 from attar.planner.correction import PredictedKL, predicted_kl
-from attar.planner.costs import EMBEDDING, kv_bytes, layer_groups, weight_costs
+from attar.planner.costs import EMBEDDING, StepTimes, kv_bytes, layer_groups, weight_costs
+from attar.planner.cuts import CutModel, cut_model_of, cuts_folder, remove_cuts
 from attar.planner.gguf_costs import GGUFCosts, PlanCosts, gguf_costs
 from attar.planner.losses import Losses, integer_grids
 from attar.planner.result import Plan, PlanRow, recipe_of
@@ -31,6 +34,7 @@ from attar.planner.settings import KV_DTYPES_OF, NOISE, SCHEMES_OF, PlanSettings
 from attar.planner.solve import KVOption, PlanPoint, PlanSolver
 from attar.planner.speed import step_times
 from attar.progress import SILENT, Progress
+from attar.quantization.mixed_precision.sensitivity import CandidateGrid
 from attar.recipe.estimate import UNSURE, Work
 from attar.recipe.estimate import seconds as work_seconds
 from attar.recipe.machine import measure_rates
@@ -42,6 +46,7 @@ from attar.sensitivity.weight_changes import ROWS, SensitivityInputs, load_input
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
+WORTH_CUTTING = 0.1  # nats a token: bits that lose more may lose more than a cut
 FRONT = 12  # points of the curve that is shown
 ROUNDS = 8  # of solving and measuring
 
@@ -61,6 +66,20 @@ def make_plan(model: Any, settings: PlanSettings, *, progress: Progress = SILENT
     return _Planner(checkpoint, str(getattr(model, "spelling", model)), settings, progress).plan()
 
 
+@dataclass(frozen=True)
+class PlanBranch:
+    """A model that bits are chosen for: the whole one, or a cut one.
+
+    Attributes:
+        cut: None: the whole model.
+    """
+
+    costs: PlanCosts
+    losses: Losses
+    solver: PlanSolver
+    cut: CutModel | None = None
+
+
 @dataclass
 class _Planner:
     """One plan in the making."""
@@ -73,77 +92,145 @@ class _Planner:
     def plan(self) -> Plan:
         settings, checkpoint = self.settings, self.checkpoint
         self.fingerprint, self.records = checkpoint.fingerprint(), read_records()
-        costs = self._costs()
-        groups, table = costs.groups, costs.table
-        tied = sum(len(members) for members in groups.values() if len(members) > 1)
-        kv = self._kv()
-        self._check_size(costs, table, kv)
-        times = step_times(checkpoint, groups, settings, self.progress) if settings.speed else None
-        if times is not None and (fastest := times.fastest(table)) > self._seconds:
+        costs, kv = self._costs(checkpoint), self._kv(checkpoint)
+        tied = sum(len(members) for members in costs.groups.values() if len(members) > 1)
+        self._check_size(costs, kv)
+        times = self._times(checkpoint, costs)
+        self._announce(len(costs.table))
+        inputs = load_inputs(checkpoint, settings)
+        losses = self._losses(costs, inputs)
+        losses.measure([(group, losses.reference(options)) for group, options in costs.table.items()])
+        whole = branch = self._branch(costs, losses, kv, times)
+        point = self._settled(branch)
+        joint: dict[tuple[Any, ...], PlanPoint] = {}
+        if settings.check and point is not None:
+            branch, point, joint = self._checked(branch, point)
+        branch, point, joint, about_cuts = self._best_branch(branch, point, joint)
+        if point is None:
+            raise self._impossible(branch.solver)
+        alternatives = self._alternatives(branch, point, joint)
+        point = alternatives[0]
+        uniform = {name: whole.solver.point(choice, kv[0]) for name, choice in costs.uniform.items()}
+        stages = [
+            *(branch.cut.stages if branch.cut else ()),
+            branch.costs.stage(point.choice, settings.method),
+        ]
+        return Plan(
+            self.name,
+            settings,
+            self._row(point, branch),
+            recipe_of(self.name, settings, stages, point.kv_dtype, self._predicted(point, branch)),
+            tuple(self._row(other, branch) for other in alternatives[1:]),
+            tuple(self._row(front_point, branch) for front_point in _front(branch.solver)),
+            tuple(self._row(uniform_point, whole, name) for name, uniform_point in uniform.items()),
+            (*self._reasons(branch, point, tied), *about_cuts),
+        )
+
+    def _branch(
+        self,
+        costs: PlanCosts,
+        losses: Losses,
+        kv: Sequence[KVOption],
+        times: StepTimes | None,
+        cut: CutModel | None = None,
+    ) -> PlanBranch:
+        """A model with the solver of its bits."""
+        table = costs.table
+        kv = [replace(option, loss=losses.kv_loss(option.kv_dtype)) for option in kv]
+        alone = losses.joint({}).kl if cut else 0.0
+        solver = PlanSolver(costs, table, kv, times, lambda: losses.options(table), alone)
+        return PlanBranch(costs, losses, solver, cut)
+
+    def _best_branch(
+        self, branch: PlanBranch, point: PlanPoint | None, joint: dict[tuple[Any, ...], PlanPoint]
+    ) -> tuple[PlanBranch, PlanPoint | None, dict[tuple[Any, ...], PlanPoint], list[str]]:
+        """The best of the whole model and of its cuts, each with its own bits; and what cuts came to."""
+        settings, lines, whole = self.settings, list[str](), branch.losses
+        if not settings.shares:
+            if point is not None and point.loss > WORTH_CUTTING:
+                lines.append("--prune 0.1,0.25 --recover-tokens 1000000 would try cut models too")
+            return branch, point, joint, lines
+        folder, smallest = (
+            cuts_folder(self.checkpoint, settings),
+            not settings.bytes and settings.kl < math.inf,
+        )
+        for share in settings.shares:
+            try:
+                cut = cut_model_of(self.checkpoint, share, settings, folder, self.progress)
+                costs = self._costs(cut.checkpoint)
+            except (ModelError, SettingsError, UsageError) as error:
+                lines.append(f"without {share:.0%} of its parameters: not possible: {error.message}")
+                continue
+            losses = cut.losses(whole, costs, self._grids(costs))
+            times = self._times(cut.checkpoint, costs) if settings.speed else None
+            other = self._branch(costs, losses, self._kv(cut.checkpoint), times, cut)
+            alone, after = other.solver.cut_loss, " after recovery" if settings.recover_tokens else ""
+            line = (
+                f"{cut.text} ({share:.0%} of the parameters cut): a KL of {alone:.3g}{after} before any bits"
+            )
+            hopeless = point is not None and not smallest and alone >= point.loss
+            found = None if hopeless or self._kl(alone, alone).kl > settings.kl else self._settled(other)
+            if found is None:
+                lines.append(f"{line}, more than all that the plan may lose: not taken")
+                if hopeless and not settings.recover_tokens:
+                    break  # a larger cut loses more
+                continue
+            other, found, measured = self._checked(other, found)
+            better = point is None or _better(found, point, smallest)
+            lines.append(f"{line}, {found.loss:.3g} with them: {'taken' if better else 'not taken'}")
+            if better:
+                branch, point, joint = other, found, measured
+        remove_cuts(folder)
+        return branch, point, joint, lines
+
+    def _times(self, checkpoint: Checkpoint, costs: PlanCosts) -> StepTimes | None:
+        """Times of the products; None: no speed is asked for.
+
+        Raises:
+            UsageError: not even the fastest formats are fast enough.
+        """
+        settings = self.settings
+        if not settings.speed:
+            return None
+        times = step_times(checkpoint, costs.groups, settings, self.progress)
+        if (fastest := times.fastest(costs.table)) > self._seconds:
             rate = settings.batch / fastest
             near = format(0.98 * rate, ".0f" if rate > 10 else ".2g")
             raise UsageError(
                 f"speed is {settings.speed!r}, but the fastest recipe decodes {rate:.4g} tokens a second",
                 hint=f'--speed "decode>={near}" is possible, by what was measured here',
             )
-        self._announce(len(table))
-        inputs = load_inputs(checkpoint, settings)
-        losses = self._losses(costs, inputs)
-        losses.measure([(group, losses.reference(options)) for group, options in table.items()])
-        kv = [replace(option, loss=losses.kv_loss(option.kv_dtype)) for option in kv]
-        solver = PlanSolver(costs, table, kv, times, lambda: losses.options(table))
-        point = self._settled(solver, losses)
-        joint: dict[tuple[Any, ...], PlanPoint] = {}
-        if settings.check:
-            solver, point, joint = self._checked(solver, losses, point, inputs)
-        alternatives = self._alternatives(solver, losses, point, joint)
-        point = alternatives[0]
-        front = [self._row(front_point) for front_point in _front(solver)]
-        uniform = {name: solver.point(choice, solver.kv[0]) for name, choice in costs.uniform.items()}
-        return Plan(
-            self.name,
-            settings,
-            self._row(point),
-            recipe_of(
-                self.name,
-                settings,
-                costs.stage(point.choice, settings.method),
-                point.kv_dtype,
-                self._predicted(point),
-            ),
-            tuple(self._row(other) for other in alternatives[1:]),
-            tuple(front),
-            tuple(self._row(uniform_point, name) for name, uniform_point in uniform.items()),
-            tuple(self._reasons(solver, point, tied)),
-        )
+        return times
 
-    def _costs(self) -> PlanCosts:
+    def _costs(self, checkpoint: Checkpoint) -> PlanCosts:
         """What the options of the engine cost."""
         if self.settings.engine == "llama.cpp":
-            return gguf_costs(self.checkpoint, self.settings.method)
-        groups = layer_groups(self.checkpoint)
+            return gguf_costs(checkpoint, self.settings.method)
+        groups = layer_groups(checkpoint)
         schemes = SCHEMES_OF[self.settings.engine]
-        return weight_costs(self.checkpoint, groups, schemes, embedding=self.settings.engine == "attar")
+        return weight_costs(checkpoint, groups, schemes, embedding=self.settings.engine == "attar")
+
+    def _grids(self, costs: PlanCosts) -> Mapping[str, CandidateGrid]:
+        """The grid of each option."""
+        return candidates() if isinstance(costs, GGUFCosts) else integer_grids(costs.group_size)
 
     def _losses(self, costs: PlanCosts, inputs: SensitivityInputs) -> Losses:
         """What they lose, of which nothing is measured yet."""
         anatomy, dtype = inputs.anatomy, stored_precision(self.checkpoint)
         if isinstance(costs, GGUFCosts):
             head = [anatomy.head] if anatomy.head and not anatomy.tied else []
-            return Losses(inputs, costs.groups, "", dtype, candidates(), self.progress, after_blocks=head)
-        return Losses(
-            inputs, costs.groups, anatomy.embedding, dtype, integer_grids(costs.group_size), self.progress
-        )
+            return Losses(inputs, costs.groups, "", dtype, self._grids(costs), self.progress, head)
+        return Losses(inputs, costs.groups, anatomy.embedding, dtype, self._grids(costs), self.progress)
 
-    def _kv(self) -> list[KVOption]:
+    def _kv(self, checkpoint: Checkpoint) -> list[KVOption]:
         """Formats of keys and values with the bytes of their caches and states, losses not yet known."""
         settings = self.settings
         if not settings.tokens:
             return [KVOption("auto", 0, 0.0)]
-        context = self.checkpoint.config.get("max_position_embeddings")
+        context = checkpoint.config.get("max_position_embeddings")
         if context and settings.tokens > context:
             raise SettingsError("context", settings.context, f"at most the model's, {context}")
-        layers, state_bytes = kept_shapes(self.checkpoint.config)
+        layers, state_bytes = kept_shapes(checkpoint.config)
         names = [
             name
             for name in KV_DTYPES_OF.get(settings.engine, ("auto",))
@@ -155,12 +242,10 @@ class _Planner:
             for name in names
         ]
 
-    def _check_size(
-        self, costs: PlanCosts, table: Mapping[str, Mapping[str, int]], kv: Sequence[KVOption]
-    ) -> None:
+    def _check_size(self, costs: PlanCosts, kv: Sequence[KVOption]) -> None:
         """Refuse a size that not even the smallest options fit."""
         size = self.settings.bytes
-        least = {group: min(options, key=options.__getitem__) for group, options in table.items()}
+        least = {group: min(options, key=options.__getitem__) for group, options in costs.table.items()}
         files, cache = costs.file_bytes(least), min(option.bytes for option in kv)
         if not size or files + cache <= size:
             return
@@ -187,10 +272,14 @@ class _Planner:
         """The point that the budget asks for; None: nothing meets it."""
         settings = self.settings
         if not settings.bytes and settings.kl < math.inf:
-            return solver.smallest(lambda loss: self._kl(loss).kl <= settings.kl, self._seconds)
+            return solver.smallest(self._good(solver, settings.kl), self._seconds)
         point = solver.best(settings.bytes or math.inf, self._seconds)
-        good = point is not None and self._kl(point.loss).kl <= settings.kl
+        good = point is not None and self._good(solver, settings.kl)(point.loss)
         return point if good else None
+
+    def _good(self, solver: PlanSolver, kl: float) -> Callable[[float], bool]:
+        """Whether the KL that is predicted of a loss is at most this."""
+        return lambda loss: self._kl(loss, solver.cut_loss).kl <= kl
 
     @property
     def _seconds(self) -> float:
@@ -198,8 +287,9 @@ class _Planner:
         speed = self.settings.tokens_per_second
         return self.settings.batch / speed if speed else math.inf
 
-    def _settled(self, solver: PlanSolver, losses: Losses) -> PlanPoint:
-        """The point of the budget, all of whose losses are measured."""
+    def _settled(self, branch: PlanBranch) -> PlanPoint | None:
+        """The point of the budget, all of whose losses are measured; None: nothing meets it."""
+        solver, losses = branch.solver, branch.losses
         for _ in range(ROUNDS):
             point = self._wanted(solver)
             nearest = point or solver.best(self.settings.bytes or math.inf, self._seconds) or solver.best()
@@ -207,8 +297,6 @@ class _Planner:
             if not missing:
                 break
             losses.measure(missing)
-        if point is None:
-            raise self._impossible(solver)
         return point
 
     def _impossible(self, solver: PlanSolver) -> UsageError:
@@ -220,11 +308,11 @@ class _Planner:
         point = solver.best(size, seconds)
         if point is not None:
             within = [text for text in (settings.size, settings.speed) if text]
-            kl = self._kl(point.loss)
+            kl = self._kl(point.loss, solver.cut_loss)
             bounds = " and ".join(within) or "any size"
             near.append(f"{bounds}: kl {kl.kl:.4g} ({kl.low:.4g} to {kl.high:.4g})")
         if settings.kl < math.inf and settings.size:
-            small = solver.smallest(lambda loss: self._kl(loss).kl <= settings.kl, seconds)
+            small = solver.smallest(self._good(solver, settings.kl), seconds)
             if small is not None:
                 near.append(f"kl<={settings.kl:g}: {small.bytes:,} bytes")
         if settings.speed:
@@ -238,10 +326,10 @@ class _Planner:
         )
 
     def _checked(
-        self, solver: PlanSolver, losses: Losses, point: PlanPoint, inputs: SensitivityInputs
-    ) -> tuple[PlanSolver, PlanPoint, dict[tuple[Any, ...], PlanPoint]]:
-        """The solver with losses corrected by what the plan and neighbours cost as a whole; those points."""
-        size = point.bytes
+        self, branch: PlanBranch, point: PlanPoint
+    ) -> tuple[PlanBranch, PlanPoint, dict[tuple[Any, ...], PlanPoint]]:
+        """The branch with losses corrected by what the plan and neighbours cost as a whole; those points."""
+        solver, losses, size = branch.solver, branch.losses, point.bytes
         steps = [(-1) ** n * (1 + n // 2) * 0.03 for n in range(self.settings.check)]
         near = [solver.best(size * (1 + step), self._seconds) for step in steps]
         points = [point, *(other for other in near if other is not None)]
@@ -249,17 +337,16 @@ class _Planner:
         options = corrected_losses(
             lambda: losses.options(solver.bytes),
             list(joint.values()),
-            inputs.blocks,
-            {option.kv_dtype: option.loss for option in solver.kv},
+            losses.inputs.blocks,
+            {option.kv_dtype: option.loss + solver.cut_loss for option in solver.kv},
         )
-        again = replace(solver, options=options)
-        try:
-            point = self._settled(again, losses)
-        except UsageError:
-            return solver, joint[_identity(point)], joint
-        if _identity(point) not in joint:
-            joint[_identity(point)] = self._measured(losses, point)
-        return again, joint[_identity(point)], joint
+        again = replace(branch, solver=replace(solver, options=options))
+        better = self._settled(again)
+        if better is None:
+            return branch, joint[_identity(point)], joint
+        if _identity(better) not in joint:
+            joint[_identity(better)] = self._measured(losses, better)
+        return again, joint[_identity(better)], joint
 
     def _measured(self, losses: Losses, point: PlanPoint) -> PlanPoint:
         """The point with its loss as a whole."""
@@ -267,61 +354,62 @@ class _Planner:
         return replace(point, loss=joint.kl, flips=joint.flips)
 
     def _alternatives(
-        self,
-        solver: PlanSolver,
-        losses: Losses,
-        point: PlanPoint,
-        joint: Mapping[tuple[Any, ...], PlanPoint],
+        self, branch: PlanBranch, point: PlanPoint, joint: Mapping[tuple[Any, ...], PlanPoint]
     ) -> list[PlanPoint]:
         """The plan, and where its KL says nothing of tasks two more like it, the fewest flips first."""
+        solver, losses = branch.solver, branch.losses
         size = self.settings.bytes or math.inf
-        meeting = [other for other in joint.values() if self._meets(other, size)]
+        meeting = [other for other in joint.values() if self._meets(other, size, solver)]
         if self.settings.bytes or self.settings.kl == math.inf:
             point = min(meeting, key=lambda other: (other.loss, other.bytes), default=point)
         else:  # the smallest was wanted
             point = min(meeting, key=lambda other: (other.bytes, other.loss), default=point)
-        if self._kl(point.loss).kl >= NOISE:
+        noisy = self._good(solver, math.nextafter(NOISE, 0.0))
+        if not noisy(point.loss):
             return [point]
-        smallest = solver.smallest(lambda loss: self._kl(loss).kl < NOISE, self._seconds)
+        smallest = solver.smallest(noisy, self._seconds)
         others = [smallest]
         if smallest is not None:
             others.append(solver.best((smallest.bytes + point.bytes) / 2, self._seconds))
         known = {_identity(point): point}
         for other in others:
-            if other is not None and _identity(other) not in known and self._meets(other, size):
+            if other is not None and _identity(other) not in known and self._meets(other, size, solver):
                 known[_identity(other)] = joint.get(_identity(other)) or self._measured(losses, other)
         if not self.settings.bytes:  # the smallest was wanted
             return list(known.values())
-        same = [other for other in known.values() if self._kl(other.loss).kl < NOISE]
+        same = [other for other in known.values() if noisy(other.loss)]
         return sorted(
             same, key=lambda other: (other.flips if other.flips is not None else math.inf, other.bytes)
         )
 
-    def _meets(self, point: PlanPoint, size: float) -> bool:
+    def _meets(self, point: PlanPoint, size: float, solver: PlanSolver) -> bool:
         fast = point.seconds is None or point.seconds <= self._seconds
-        return point.bytes <= size and fast and self._kl(point.loss).kl <= self.settings.kl
+        return point.bytes <= size and fast and self._good(solver, self.settings.kl)(point.loss)
 
-    def _kl(self, loss: float) -> PredictedKL:
-        return predicted_kl(loss, self.settings.method, self.fingerprint, self.records)
+    def _kl(self, loss: float, cut_loss: float = 0.0) -> PredictedKL:
+        return predicted_kl(loss, self.settings.method, self.fingerprint, self.records, cut_loss)
 
-    def _row(self, point: PlanPoint, name: str = "") -> PlanRow:
-        kl = self._kl(point.loss)
+    def _row(self, point: PlanPoint, branch: PlanBranch, name: str = "") -> PlanRow:
+        kl = self._kl(point.loss, branch.solver.cut_loss)
+        name = name or _mix(point) if branch.cut is None else f"{branch.cut.text}; {_mix(point)}"
         speed = self.settings.batch / point.seconds if point.seconds else None
         return PlanRow(
-            name or _mix(point), point.file_bytes, point.cache_bytes, kl.kl, kl.low, kl.high,
+            name, point.file_bytes, point.cache_bytes, kl.kl, kl.low, kl.high,
             point.kv_dtype, point.choice.get(EMBEDDING, "dense"), speed, point.flips,
         )  # fmt: skip
 
-    def _predicted(self, point: PlanPoint) -> dict[str, float]:
-        kl = self._kl(point.loss)
+    def _predicted(self, point: PlanPoint, branch: PlanBranch) -> dict[str, float]:
+        """For the recipe; the loss of a cut model is none of rounding, which later plans are corrected by."""
+        kl = self._kl(point.loss, branch.solver.cut_loss)
         predicted: dict[str, float] = {
             "bytes": point.file_bytes,
             "cache_bytes": point.cache_bytes,
             "kl": kl.kl,
             "kl_low": kl.low,
             "kl_high": kl.high,
-            "loss": point.loss,
         }
+        if branch.cut is None:
+            predicted["loss"] = point.loss
         if point.seconds:
             predicted["decode_tokens_per_s"] = self.settings.batch / point.seconds
         return {
@@ -329,8 +417,9 @@ class _Planner:
             for name, value in predicted.items()
         }
 
-    def _reasons(self, solver: PlanSolver, point: PlanPoint, tied: int) -> list[str]:
+    def _reasons(self, branch: PlanBranch, point: PlanPoint, tied: int) -> list[str]:
         """Why the plan is as it is."""
+        solver = branch.solver
         options = solver.options()
         saved = {group: min(o.loss for o in options[group]) for group in options}
         losses_of_choice = {
@@ -352,15 +441,25 @@ class _Planner:
                 f"keys and values in {point.kv_dtype}: {bytes_text(kv.bytes)} in place of "
                 f"{bytes_text(solver.kv[0].bytes)}, at a loss of {kv.loss:.2g}"
             )
-        if self._kl(point.loss).kl > self.settings.kl:
+        if not self._good(solver, self.settings.kl)(point.loss):
             lines.append(
                 f"measured as a whole it loses more than kl<={self.settings.kl:g}: its parts lose less"
             )
         more = solver.best(point.bytes * 1.05, self._seconds)
         if more is not None and self.settings.bytes:
-            gained = self._kl(point.loss).kl - self._kl(min(more.loss, point.loss)).kl
-            lines.append(f"{bytes_text(0.05 * point.bytes)} more would save about {max(gained, 0):.2g} nats")
+            losses = (point.loss, min(more.loss, point.loss))
+            now, then = (self._kl(loss, solver.cut_loss).kl for loss in losses)
+            lines.append(
+                f"{bytes_text(0.05 * point.bytes)} more would save about {max(now - then, 0):.2g} nats"
+            )
         return lines
+
+
+def _better(found: PlanPoint, point: PlanPoint, smallest: bool) -> bool:
+    """Whether a point is smaller, where the smallest is wanted, or else loses less."""
+    if smallest:
+        return (found.bytes, found.loss) < (point.bytes, point.loss)
+    return (found.loss, found.bytes) < (point.loss, point.bytes)
 
 
 def _front(solver: PlanSolver) -> list[PlanPoint]:

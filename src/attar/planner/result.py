@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,14 +122,14 @@ class Plan:
 def recipe_of(
     model: str,
     settings: PlanSettings,
-    stage: Mapping[str, Any],
+    stages: Sequence[Mapping[str, Any]],
     kv_dtype: str,
     predicted: Mapping[str, float],
 ) -> Recipe:
-    """The recipe of one stage, which is measured with this format of keys and values."""
+    """The recipe of these stages, whose last is measured with this format of keys and values."""
     import yaml
 
     evaluate = {} if kv_dtype == "auto" else {"evaluate": {"kv_dtype": kv_dtype}}
     content = {"model": model, "data": settings.data, "seed": settings.seed, **evaluate}
-    content |= {"stages": [dict(stage)], "predicted": dict(predicted)}
+    content |= {"stages": [dict(stage) for stage in stages], "predicted": dict(predicted)}
     return parse_recipe(yaml.safe_dump(content, sort_keys=False, width=1000), "plan")

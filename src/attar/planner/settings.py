@@ -53,6 +53,14 @@ class PlanSettings:
         "this", "the machine that will run it: this, or a file that attar bench --kernels made there"
     )
     method: str = _option("gptq", "how the recipe rounds weights", METHODS)
+    prune: str = _option(
+        "",
+        "shares of the parameters, such as 0.1,0.25: models cut by so much are tried beside the whole one; "
+        "empty: none",
+    )
+    recover_tokens: int = _option(
+        0, "tokens on which a cut model learns from the original, before it is compared and in the recipe"
+    )
     check: int = _option(3, "neighbours of the plan that are measured as a whole to correct the prediction")
     data: str = data_field()
     bos: str = bos_field()
@@ -69,7 +77,10 @@ class PlanSettings:
             check_range(name, getattr(self, name), 1, 2**20, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("check", self.check, 0, 64, "0 (no check) to 64")
+        check_range("recover_tokens", self.recover_tokens, 0, 2**50, "0 (no recovery) or more")
         _ = self.bytes, self.kl, self.tokens_per_second, self.tokens
+        if self.recover_tokens and not self.shares:
+            raise SettingsError("recover_tokens", self.recover_tokens, "0 without prune: nothing is cut")
         if self.engine == "llama.cpp" and self.method == "awq":
             raise SettingsError("method", self.method, "another one with llama.cpp, as attar export has them")
         if self.speed and self.engine != "attar":
@@ -104,6 +115,17 @@ class PlanSettings:
         if match is None:
             raise SettingsError("context", self.context, "a number of tokens such as 4096 or 32k")
         return int(match[1]) * (1024 if match[2] else 1)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the parameters that are cut, ascending."""
+        try:
+            shares = sorted({float(part) for part in self.prune.split(",")} if self.prune else ())
+        except ValueError:
+            shares = [math.nan]
+        if not all(0 < share < 1 for share in shares):
+            raise SettingsError("prune", self.prune, "shares between 0 and 1, such as 0.1,0.25")
+        return tuple(shares)
 
 
 def _bound(name: str, text: str, quantity: str, relation: str, example: str) -> float:

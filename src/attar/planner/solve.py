@@ -34,7 +34,7 @@ class PlanPoint:
         kv_dtype: format of keys and values.
         file_bytes: of the weight files, headers included.
         cache_bytes: of the KV cache.
-        loss: summed KL of its parts, nats a token; once it was measured as a whole, that.
+        loss: summed KL of its parts, the cut's too, nats a token; once it was measured as a whole, that.
         seconds: of a step of decoding; None: not known.
         flips: as :class:`attar.planner.losses.JointLoss` has them; None: not measured.
     """
@@ -72,6 +72,7 @@ class PlanSolver:
         times: None: not known.
         options: as :meth:`attar.planner.losses.Losses.options` has them; called for every solution, as
             losses are measured in between.
+        cut_loss: KL of the model that bits are chosen for, where it was cut.
     """
 
     costs: PlanCosts
@@ -79,6 +80,7 @@ class PlanSolver:
     kv: Sequence[KVOption]
     times: StepTimes | None
     options: Callable[[], Mapping[str, Sequence[Option]]]
+    cut_loss: float = 0.0
 
     def best(self, size: float = math.inf, seconds: float = math.inf) -> PlanPoint | None:
         """The point of the smallest loss; None: nothing fits.
@@ -119,7 +121,7 @@ class PlanSolver:
     def point(self, choice: GroupChoice, kv: KVOption) -> PlanPoint:
         """A choice with its costs."""
         by_name = {(group, o.name): o.loss for group, options in self.options().items() for o in options}
-        loss = math.fsum([*(by_name.get(pair, math.inf) for pair in choice.items()), kv.loss])
+        loss = math.fsum([*(by_name.get(pair, math.inf) for pair in choice.items()), kv.loss, self.cut_loss])
         seconds = None if self.times is None else self.times.seconds(choice)
         files = self.costs.file_bytes(choice)
         return PlanPoint(dict(choice), kv.kv_dtype, files, kv.bytes, loss, seconds)
