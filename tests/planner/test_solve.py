@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
 
-from attar.planner.costs import StepTimes
+from attar.planner.costs import GroupProduct, StepTimes
 from attar.planner.solve import KVOption, PlanPoint, PlanSolver
 from attar.quantization.mixed_precision.allocate import Option
 from attar.runtime.kernel_times import KernelShape, KernelTimes
@@ -48,7 +49,8 @@ def step_times() -> StepTimes:
     for rows, columns in products.values():
         for kind, slow in (("int4", 2.0), ("int8", 1.0), ("bf16", 4.0)):  # fewer bits are slower here
             table.seconds[KernelShape(kind, rows, columns, 1)] = slow * rows
-    return StepTimes(table, products, [(4, 4)], 3.0, 1)
+    fused = {group: [GroupProduct(*shape)] for group, shape in products.items()}
+    return StepTimes(table, fused, [(4, 4)], 3.0, 1)
 
 
 def every(times: StepTimes | None = None) -> list[PlanPoint]:
@@ -106,3 +108,14 @@ def test_time_that_nothing_meets() -> None:
     assert times.fastest(BYTES) == fastest
     assert solver(times).best(seconds=fastest - 0.01) is None
     assert solver(times).best(seconds=fastest) is not None
+
+
+def test_experts_are_read_as_often_as_tokens_choose_them() -> None:
+    product = GroupProduct(64, 32, experts=8, active=2)
+    assert product.calls(1) == pytest.approx(2) and product.shape("int4", 1) == KernelShape("int4", 64, 32, 1)
+    drawn = random.Random(0)
+    for batch in (4, 16):
+        chosen = [{e for _ in range(batch) for e in drawn.sample(range(8), 2)} for _ in range(2000)]
+        assert product.calls(batch) == pytest.approx(sum(map(len, chosen)) / 2000, rel=0.03)
+    assert product.shape("int4", 16).tokens == 4
+    assert GroupProduct(64, 32).calls(16) == 1 and GroupProduct(64, 32).shape("int4", 16).tokens == 16

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attar.checkpoint.shards import TensorSpec, shard_bytes
 from attar.checkpoint.tensors import tensor_bytes
@@ -194,22 +194,25 @@ class StepTimes:
 
     Attributes:
         table: of the products.
-        products: (N, K) of the fused products of each group.
+        products: of each group.
         dense: shapes of products that stay in bf16: the head.
         overhead: seconds of a step outside its products.
         batch: sequences, which is T of every product.
     """
 
     table: KernelTimes
-    products: Mapping[str, tuple[int, int]]
+    products: Mapping[str, Sequence[GroupProduct]]
     dense: Sequence[tuple[int, int]]
     overhead: float
     batch: int
 
     def group_seconds(self, group: str, option: str) -> float:
         """Of the products of a group in a scheme."""
-        rows, columns = self.products[group]
-        return self.table.seconds[KernelShape(kernel_of(option), rows, columns, self.batch)]
+        kind, batch = kernel_of(option), self.batch
+        return math.fsum(
+            product.calls(batch) * self.table.seconds[product.shape(kind, batch)]
+            for product in self.products[group]
+        )
 
     def fastest(self, options: Mapping[str, Iterable[str]]) -> float:
         """Of a step whose groups are each in their fastest option."""
@@ -226,6 +229,32 @@ class StepTimes:
         return self.overhead + math.fsum(self.table.seconds[shape] for shape in head) + groups
 
 
+class GroupProduct(NamedTuple):
+    """A product of a step: one of all tokens, or of each expert that some of them chose.
+
+    T tokens choose k of E experts, taken as if by chance: calls = E (1 - (1 - k/E)^T) experts are read, each
+    for about k T / calls tokens.
+
+    Attributes:
+        rows, columns: N and K.
+        experts, active: E and k; 0 experts: all tokens go through it.
+    """
+
+    rows: int
+    columns: int
+    experts: int = 0
+    active: int = 0
+
+    def calls(self, batch: int) -> float:
+        """Products of a step of ``batch`` tokens."""
+        return self.experts * (1 - (1 - self.active / self.experts) ** batch) if self.experts else 1.0
+
+    def shape(self, kind: str, batch: int) -> KernelShape:
+        """One of them, its weight in a format."""
+        tokens = max(round(self.active * batch / self.calls(batch)), 1) if self.experts else batch
+        return KernelShape(kind, self.rows, self.columns, tokens)
+
+
 def kernel_of(scheme: str) -> str:
     """The format in which the compiled step multiplies a scheme's weights (runtime/runner/codes.py)."""
     if scheme == "dense":
@@ -234,9 +263,10 @@ def kernel_of(scheme: str) -> str:
 
 
 def kernel_shapes(
-    products: Iterable[tuple[int, int]], dense: Iterable[tuple[int, int]], batch: int
+    products: Iterable[GroupProduct], dense: Iterable[tuple[int, int]], batch: int
 ) -> list[KernelShape]:
     """Every product that a plan may have."""
-    inside = dict.fromkeys(products)
-    wide = [KernelShape("bf16", *shape, batch) for shape in dict.fromkeys([*inside, *dense])]
-    return wide + [KernelShape(kind, *shape, batch) for kind in ("int8", "int4") for shape in inside]
+    inside = list(dict.fromkeys(products))
+    wide = [KernelShape("bf16", *shape, batch) for shape in dict.fromkeys(dense)]
+    kinds = ("bf16", "int8", "int4")
+    return list(dict.fromkeys([*wide, *(p.shape(kind, batch) for kind in kinds for p in inside)]))

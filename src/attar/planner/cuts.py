@@ -62,9 +62,9 @@ class CutModel:
     text: str
     layers: tuple[int, ...]
 
-    def losses(self, whole: Losses, costs: PlanCosts, grids: Mapping[str, CandidateGrid]) -> CutLosses:
+    def losses(self, uncut: Losses, costs: PlanCosts, grids: Mapping[str, CandidateGrid]) -> CutLosses:
         """Losses of its groups, by those of the whole model."""
-        inputs = whole.inputs
+        inputs = uncut.inputs
         device = next(inputs.model.parameters()).device
         model = unstack(load_model(self.checkpoint, dtype=torch.float32, device=device))
         anatomy = discover(model)
@@ -78,10 +78,10 @@ class CutModel:
             replace(inputs, model=model, anatomy=anatomy),
             costs.groups,
             anatomy.embedding,
-            whole.storage,
+            uncut.storage,
             grids,
-            whole.progress,
-            whole=whole,
+            uncut.progress,
+            uncut=uncut,
             sources=sources,
             cut=str(self.checkpoint.fingerprint()),
         )
@@ -101,7 +101,7 @@ def cut_model_of(
     data = {"data": settings.data, "seed": settings.seed}
     options = {"method": "mixed", "ratio": share}
     scan = str(folder / "scan.json")
-    cut = _made(
+    cut = _existing(
         folder / f"{share:g}",
         lambda out: prune(
             checkpoint, out, prune_settings(**options, **data, scan=scan, device=settings.device),
@@ -117,15 +117,15 @@ def cut_model_of(
         learning = {"steps": steps, "batch_size": ROWS, "sequence_length": LENGTH}
         stages.append({"stage": "recover", **learning})
         pruned, learned = cut, recover_settings(**learning, **data, device=settings.device)
-        cut = _made(
+        cut = _existing(
             folder / f"{share:g}-{steps}",
             lambda out: recover(pruned, out, learned, teacher=checkpoint, progress=progress),
         )
     return CutModel(open_checkpoint(cut), tuple(stages), details["plan"], tuple(details["layers_kept"]))
 
 
-def _made(out: Path, make: Callable[[Path], Any]) -> Path:
-    """A checkpoint that appears by rename, made where it is missing."""
+def _existing(out: Path, make: Callable[[Path], Any]) -> Path:
+    """The folder of a checkpoint, which is made where it is missing; it appears by rename."""
     if not out.exists():
         make(out)
     return out

@@ -198,34 +198,34 @@ class CutLosses(Losses):
     """KL of a cut model: its groups cost what they cost in the whole model, and wholes are measured on it.
 
     Attributes:
-        whole: of the model that was cut.
+        uncut: of the model that was cut.
         sources: group of the whole model by group.
         cut: what was cut, as a text that no other cut has.
     """
 
-    whole: Losses = None  # type: ignore[assignment]
+    uncut: Losses = None  # type: ignore[assignment]
     sources: Mapping[str, str] = field(default_factory=dict)
     cut: str = ""
 
     @property
     def original(self) -> Any:
-        return self.whole.inputs.model
+        return self.uncut.inputs.model
 
     @property
     def model_parts(self) -> tuple[str, ...]:
         return (self.cut,)
 
     def missing(self, choice: GroupChoice) -> list[tuple[str, str]]:
-        return [pair for pair in choice.items() if self.whole.missing(dict([self._source(*pair)]))]
+        return [pair for pair in choice.items() if self.uncut.missing(dict([self._source(*pair)]))]
 
     def measure(self, pairs: Iterable[tuple[str, str]]) -> None:
-        self.whole.measure([self._source(*pair) for pair in pairs])
+        self.uncut.measure([self._source(*pair) for pair in pairs])
 
     def loss(self, group: str, option: str) -> float:
-        return self.whole.loss(*self._source(group, option))
+        return self.uncut.loss(*self._source(group, option))
 
     def kv_loss(self, kv_dtype: str) -> float:
-        return self.whole.kv_loss(kv_dtype)
+        return self.uncut.kv_loss(kv_dtype)
 
     def _source(self, group: str, option: str) -> tuple[str, str]:
         return self.sources.get(group, group), option

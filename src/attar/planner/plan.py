@@ -100,7 +100,7 @@ class _Planner:
         inputs = load_inputs(checkpoint, settings)
         losses = self._losses(costs, inputs)
         losses.measure([(group, losses.reference(options)) for group, options in costs.table.items()])
-        whole = branch = self._branch(costs, losses, kv, times)
+        uncut = branch = self._branch(costs, losses, kv, times)
         point = self._settled(branch)
         joint: dict[tuple[Any, ...], PlanPoint] = {}
         if settings.check and point is not None:
@@ -110,7 +110,7 @@ class _Planner:
             raise self._impossible(branch.solver)
         alternatives = self._alternatives(branch, point, joint)
         point = alternatives[0]
-        uniform = {name: whole.solver.point(choice, kv[0]) for name, choice in costs.uniform.items()}
+        uniform = {name: uncut.solver.point(choice, kv[0]) for name, choice in costs.uniform.items()}
         stages = [
             *(branch.cut.stages if branch.cut else ()),
             branch.costs.stage(point.choice, settings.method),
@@ -122,7 +122,7 @@ class _Planner:
             recipe_of(self.name, settings, stages, point.kv_dtype, self._predicted(point, branch)),
             tuple(self._row(other, branch) for other in alternatives[1:]),
             tuple(self._row(front_point, branch) for front_point in _front(branch.solver)),
-            tuple(self._row(uniform_point, whole, name) for name, uniform_point in uniform.items()),
+            tuple(self._row(uniform_point, uncut, name) for name, uniform_point in uniform.items()),
             (*self._reasons(branch, point, tied), *about_cuts),
         )
 
@@ -145,7 +145,7 @@ class _Planner:
         self, branch: PlanBranch, point: PlanPoint | None, joint: dict[tuple[Any, ...], PlanPoint]
     ) -> tuple[PlanBranch, PlanPoint | None, dict[tuple[Any, ...], PlanPoint], list[str]]:
         """The best of the whole model and of its cuts, each with its own bits; and what cuts came to."""
-        settings, lines, whole = self.settings, list[str](), branch.losses
+        settings, lines, uncut = self.settings, list[str](), branch.losses
         if not settings.shares:
             if point is not None and point.loss > WORTH_CUTTING:
                 lines.append("--prune 0.1,0.25 --recover-tokens 1000000 would try cut models too")
@@ -161,7 +161,7 @@ class _Planner:
             except (ModelError, SettingsError, UsageError) as error:
                 lines.append(f"without {share:.0%} of its parameters: not possible: {error.message}")
                 continue
-            losses = cut.losses(whole, costs, self._grids(costs))
+            losses = cut.losses(uncut, costs, self._grids(costs))
             times = self._times(cut.checkpoint, costs) if settings.speed else None
             other = self._branch(costs, losses, self._kv(cut.checkpoint), times, cut)
             alone, after = other.solver.cut_loss, " after recovery" if settings.recover_tokens else ""
@@ -169,17 +169,17 @@ class _Planner:
                 f"{cut.text} ({share:.0%} of the parameters cut): a KL of {alone:.3g}{after} before any bits"
             )
             hopeless = point is not None and not smallest and alone >= point.loss
-            found = None if hopeless or self._kl(alone, alone).kl > settings.kl else self._settled(other)
-            if found is None:
+            solved = None if hopeless or self._kl(alone, alone).kl > settings.kl else self._settled(other)
+            if solved is None:
                 lines.append(f"{line}, more than all that the plan may lose: not taken")
                 if hopeless and not settings.recover_tokens:
                     break  # a larger cut loses more
                 continue
-            other, found, measured = self._checked(other, found)
-            better = point is None or _better(found, point, smallest)
-            lines.append(f"{line}, {found.loss:.3g} with them: {'taken' if better else 'not taken'}")
+            other, solved, measured = self._checked(other, solved)
+            better = point is None or _better(solved, point, smallest)
+            lines.append(f"{line}, {solved.loss:.3g} with them: {'taken' if better else 'not taken'}")
             if better:
-                branch, point, joint = other, found, measured
+                branch, point, joint = other, solved, measured
         remove_cuts(folder)
         return branch, point, joint, lines
 
@@ -455,11 +455,11 @@ class _Planner:
         return lines
 
 
-def _better(found: PlanPoint, point: PlanPoint, smallest: bool) -> bool:
+def _better(solved: PlanPoint, point: PlanPoint, smallest: bool) -> bool:
     """Whether a point is smaller, where the smallest is wanted, or else loses less."""
     if smallest:
-        return (found.bytes, found.loss) < (point.bytes, point.loss)
-    return (found.loss, found.bytes) < (point.loss, point.bytes)
+        return (solved.bytes, solved.loss) < (point.bytes, point.loss)
+    return (solved.loss, solved.bytes) < (point.loss, point.bytes)
 
 
 def _front(solver: PlanSolver) -> list[PlanPoint]:

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.hashing import cache_folder
 from attar.errors import CheckpointError, SettingsError
+from attar.models.anatomy.discover import discover
+from attar.models.loading.empty import empty_model
 from attar.models.loading.fit import admit
-from attar.planner.costs import StepTimes, kernel_shapes, layer_groups
+from attar.models.loading.single_experts import single_experts
+from attar.planner.costs import GroupProduct, StepTimes, kernel_shapes, layer_groups
 from attar.planner.settings import PlanSettings
 from attar.progress import SILENT, Progress
 from attar.recipe.machine import machine
-from attar.runtime.kernel_times import KernelShape, KernelTimes, read_times, times_of
+from attar.runtime.kernel_times import KernelTimes, read_times, times_of
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -28,7 +31,7 @@ CONTEXT = 128  # tokens before the step that is timed, as attar evaluate has it
 
 
 def kernel_table(
-    products: Sequence[tuple[int, int]],
+    products: Sequence[GroupProduct],
     dense: Sequence[tuple[int, int]],
     batch: Sequence[int],
     layers: int,
@@ -56,7 +59,7 @@ def model_kernels(model: Any, batches: Sequence[int], progress: Progress) -> Ker
     """
     checkpoint = admit(model, progress)
     fused, dense = products_of(checkpoint, layer_groups(checkpoint))
-    shapes = list(fused.values())
+    shapes = [product for products in fused.values() for product in products]
     table = kernel_table(shapes, dense, batches, len(fused) // 4, progress)
     wanted = [shape for tokens in batches for shape in kernel_shapes(shapes, dense, tokens)]
     return replace(table, seconds={shape: table.seconds[shape] for shape in wanted})
@@ -79,7 +82,7 @@ def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Pr
     fused, dense = products_of(checkpoint, layer_groups(checkpoint))
     register_kernels(chosen)
     return product_times.device_times(
-        [*fused.values(), *dense],
+        [*(product[:2] for products in fused.values() for product in products), *dense],
         batches,
         product_times.table_path(),
         chosen,
@@ -91,8 +94,8 @@ def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Pr
 
 def products_of(
     checkpoint: Checkpoint, groups: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """(N, K) of the fused product of each group, and the products that stay dense: the head.
+) -> tuple[dict[str, list[GroupProduct]], list[tuple[int, int]]]:
+    """The products of each group, fused as the step has them, and those that stay dense: the head.
 
     Raises:
         CheckpointError: the compiled step does not run the model.
@@ -101,12 +104,28 @@ def products_of(
 
     if why := why_not_compiled(checkpoint, RunnerSettings()):
         raise CheckpointError(f"the compiled step does not run this model: {why}", hint="leave --speed out")
-    shapes = {name.removesuffix(".weight"): info.shape for name, info in checkpoint.tensors.items()}
+    tensors = single_experts(checkpoint).tensors
+    shapes = {name.removesuffix(".weight"): info.shape for name, info in tensors.items()}
+    anatomy = discover(empty_model(checkpoint.config, unstacked=True))
+    mixtures = [block.mixture for block in anatomy.blocks if block.mixture is not None]
+    routed = {  # of each mixture's first expert: gate and up are one product, down another
+        part.name: (name, mixture.count, mixture.active)
+        for mixture in mixtures
+        for name, part in vars(mixture.experts[0]).items()
+        if name in ("gate", "up", "down") and part is not None
+    }
+    others = frozenset(module for mixture in mixtures for module in mixture.linears) - routed.keys()
     fused = {}
     for group, modules in groups.items():
-        if any(".experts." in module for module in modules):
-            raise CheckpointError("experts are not timed", hint="leave --speed out")
-        fused[group] = sum(shapes[module][0] for module in modules), int(shapes[modules[0]][1])
+        rows: dict[tuple[int, bool, int, int], int] = {}  # by inputs, and by what of a mixture it is
+        for module in (module for module in modules if module not in others):
+            part, experts, active = routed.get(module, ("", 0, 0))
+            key = int(shapes[module][1]), part == "down", experts, active
+            rows[key] = rows.get(key, 0) + int(shapes[module][0])
+        fused[group] = [
+            GroupProduct(count, columns, experts, active)
+            for (columns, _, experts, active), count in rows.items()
+        ]
     table = shapes.get("lm_head") or shapes["model.embed_tokens"]
     return fused, [(int(table[0]), int(table[1]))]
 
@@ -121,7 +140,7 @@ def step_times(
         SettingsError: the table lacks a product; names what makes it.
     """
     fused, dense = products_of(checkpoint, groups)
-    shapes, batch = list(fused.values()), settings.batch
+    shapes, batch = [product for products in fused.values() for product in products], settings.batch
     if settings.hardware != "this":
         table = read_times(Path(settings.hardware))
         if missing := table.missing(kernel_shapes(shapes, dense, batch)):
@@ -132,9 +151,9 @@ def step_times(
             )
         return StepTimes(table, fused, dense, 0.0, batch)
     table = kernel_table(shapes, dense, [batch], len(groups) // 4, progress)
-    wide = [*shapes, *dense]
-    products = sum(table.seconds[KernelShape("bf16", *shape, batch)] for shape in wide)
-    return StepTimes(table, fused, dense, max(_step(checkpoint, batch, progress) - products, 0.0), batch)
+    dense_step = StepTimes(table, fused, dense, 0.0, batch).seconds(dict.fromkeys(fused, "dense"))
+    overhead = max(_step(checkpoint, batch, progress) - dense_step, 0.0)
+    return StepTimes(table, fused, dense, overhead, batch)
 
 
 def _step(checkpoint: Any, batch: int, progress: Progress) -> float:
