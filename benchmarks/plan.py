@@ -4,7 +4,7 @@
     python benchmarks/plan.py --model attar:tiny-moe --method rtn
     python benchmarks/plan.py --budgets 60MB 80MB --schemes W3A16 W4A16 --model DIR --data TEXT --test TEXT
     python benchmarks/plan.py --engine llama.cpp --method rtn   # the bytes of llama.cpp's own mixes
-    python benchmarks/plan.py --rivals auto-round modelopt      # the bytes of what they choose
+    python benchmarks/plan.py --rivals auto-round --schemes     # the bytes of what AutoScheme chooses
 
 First the rivals are made and measured: one scheme for all layers (``--schemes``), for llama.cpp its own mixes
 (``--types``, with an importance matrix), and what another tool's search chooses (``--rivals``, ``--bits``):
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--method", default="gptq")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES_OF["attar"], choices=SCHEMES_OF["attar"])
     parser.add_argument("--types", nargs="*", default=TYPES, help="mixes of llama.cpp, for its engine")
-    parser.add_argument("--rivals", nargs="*", default=[], choices=("auto-round", "modelopt"))
+    parser.add_argument("--rivals", nargs="*", default=[], choices=("auto-round",))
     parser.add_argument("--bits", nargs="*", type=float, default=[3.0, 5.0], help="average, of the rivals")
     parser.add_argument("--count", type=int, default=12, help="of budgets")
     parser.add_argument("--budgets", nargs="*", help="sizes in place of those of the rivals")

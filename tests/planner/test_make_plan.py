@@ -18,7 +18,7 @@ import torch
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.cli.main import call
-from attar.errors import ModelError, UsageError
+from attar.errors import CheckpointError, ModelError, UsageError
 from attar.planner import losses as losses_module
 from attar.planner.costs import EMBEDDING, GroupProduct, layer_groups, main_scheme, schemes_of, weight_costs
 from attar.planner.gguf_costs import gguf_costs
@@ -28,6 +28,7 @@ from attar.planner.speed import products_of
 from attar.quantization.plan import plan as plan_layers
 from attar.quantization.settings import StorageSettings
 from attar.recipe.schema import parse_recipe
+from attar.runtime.kernel_times import KernelShape, KernelTimes
 from tests import tiny_models
 from tests.formats.gguf import variants
 from tests.quantization.packing import pack
@@ -270,6 +271,18 @@ def test_an_impossible_budget_names_the_nearest(
         attar.plan(model, size=least, context=32, quality="kl<=1e-9", **options)
     with pytest.raises(UsageError, match="context"):
         attar.plan(model, size="1GB", context=10**8, **options)
+
+
+def test_a_machine_of_other_shapes_is_refused_before_any_work(
+    model: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    table = KernelTimes("another machine", 4, {KernelShape("int4", 3, 5, 1): 1e-6})
+    table.write(tmp_path / "times.yaml")
+    with pytest.raises(
+        CheckpointError, match=r"times\.yaml has no time of bf16 \d+ x \d+ with 1 tokens"
+    ) as error:
+        attar.plan(model, speed="decode>=1", hardware=str(tmp_path / "times.yaml"), **options)
+    assert error.value.hint == "attar bench MODEL --kernels --batch 1 on that machine"
 
 
 def test_a_quantized_model_is_refused(model: Path, options: dict[str, Any], tmp_path: Path) -> None:

@@ -82,6 +82,13 @@ def test_runs_of_the_model_correct_the_prediction_and_narrow_it() -> None:
     assert near > far > before.kl
 
 
+def test_a_cut_is_no_rounding() -> None:
+    """The KL of a cut counts as it is, what is rounded by its factor."""
+    alone, coded = predicted_kl(0.1, "gptq", "m", []), predicted_kl(0.4, "gptq", "m", [], cut_loss=0.3)
+    assert coded.kl == pytest.approx(0.3 + alone.kl)
+    assert coded.low < 0.3 < coded.high and coded.low > alone.low
+
+
 def test_the_history_survives_damage_and_repetition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
     assert read_records() == []
@@ -138,6 +145,20 @@ def test_overrides_name_each_module_once() -> None:
     [
         ({"size": "large"}, "size is 'large', but must be a size such as"),
         ({"size": "0GB"}, "size is '0GB', but must be a size such as"),
+        ({"size": "-5GB"}, "size is '-5GB', but must be a size such as"),
+        ({"size": "nanGB"}, "size is 'nanGB', but must be a size such as"),
+        ({"size": "infGB"}, "size is 'infGB', but must be a size such as"),
+        ({"quality": "kl<=nan"}, "quality is 'kl<=nan', but must be a bound such as kl<=0.05"),
+        ({"quality": "kl<=-1"}, "quality is 'kl<=-1', but must be a bound such as kl<=0.05"),
+        ({"quality": "kl<=1e999"}, "quality is 'kl<=1e999', but must be a bound such as kl<=0.05"),
+        ({"speed": "decode>=nan"}, "speed is 'decode>=nan', but must be a bound such as decode>=40"),
+        ({"speed": "decode>=0"}, "speed is 'decode>=0', but must be a bound such as decode>=40"),
+        ({"context": "-1"}, "context is '-1', but must be a number of tokens"),
+        ({"prune": "nan"}, "prune is 'nan', but must be shares between 0 and 1"),
+        ({"prune": "0.1,1.5"}, "prune is '0.1,1.5', but must be shares between 0 and 1"),
+        ({"prune": "a bit"}, "prune is 'a bit', but must be shares between 0 and 1"),
+        ({"recover_tokens": 4096}, "recover_tokens is 4096, but must be 0 without prune"),
+        ({"engine": "tgi"}, "engine is 'tgi'"),
         ({"quality": "0.05"}, "quality is '0.05', but must be a bound such as kl<=0.05"),
         ({"quality": "kl<=0"}, "must be a bound such as kl<=0.05"),
         ({"speed": "40"}, "speed is '40', but must be a bound such as decode>=40"),

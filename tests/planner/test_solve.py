@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from typing import Any
 
 import pytest
 
 from attar.planner.costs import GroupProduct, StepTimes
+from attar.planner.losses import JointLoss
+from attar.planner.plan import PlanBranch, _Planner
+from attar.planner.settings import NOISE, PlanSettings
 from attar.planner.solve import KVOption, PlanPoint, PlanSolver
+from attar.progress import SILENT
 from attar.quantization.mixed_precision.allocate import Option
 from attar.runtime.kernel_times import KernelShape, KernelTimes
 
@@ -119,3 +124,53 @@ def test_experts_are_read_as_often_as_tokens_choose_them() -> None:
         assert product.calls(batch) == pytest.approx(sum(map(len, chosen)) / 2000, rel=0.03)
     assert product.shape("int4", 16).tokens == 4
     assert GroupProduct(64, 32).calls(16) == 1 and GroupProduct(64, 32).shape("int4", 16).tokens == 16
+
+
+def planner(**options: Any) -> _Planner:
+    no_checkpoint: Any = None
+    empty_planner = _Planner(no_checkpoint, "m", PlanSettings(**options), SILENT)
+    empty_planner.fingerprint, empty_planner.records = "", []
+    return empty_planner
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_below_the_noise_the_fewest_flips_come_first(sign: int) -> None:
+    """Whatever their KL: three plans are equal there; above it there is one."""
+    low = solver()
+    options = {
+        g: [Option(o.name, o.bits, o.loss / 50) for o in listed] for g, listed in low.options().items()
+    }
+    low.options = lambda: options
+
+    class Losses:
+        def joint(self, choice: dict[str, str], kv_dtype: str) -> JointLoss:
+            point = low.point(choice, next(option for option in KV if option.kv_dtype == kv_dtype))
+            return JointLoss(point.loss, 1.0 + sign * point.bytes / 1e4)
+
+    losses: Any = Losses()
+    budget = planner(size="2600B")
+    point = low.best(2600)
+    assert point is not None
+    plans = budget._alternatives(PlanBranch(low.costs, losses, low), point, {})
+    assert 2 <= len(plans) <= 3 and all(budget._kl(plan.loss).kl < NOISE for plan in plans)
+    sizes = [plan.bytes for plan in plans if plan.flips is not None]
+    assert sizes == sorted(sizes, reverse=sign < 0) and len(set(sizes)) > 1
+    best = solver().best(1200)
+    assert best is not None and budget._alternatives(PlanBranch(low.costs, losses, solver()), best, {}) == [
+        best
+    ]
+
+
+def test_an_impossible_budget_names_the_nearest_point_in_each_direction() -> None:
+    """Of quality at this size and speed, of size at this quality, and of speed."""
+    quick = solver(step_times())
+    budget = planner(size="1400B", quality="kl<=0.005", speed="decode>=0.0156")
+    assert budget._wanted(quick) is None
+    error = budget._impossible(quick).message
+    assert error.startswith("no recipe has 1400B and kl<=0.005 and decode>=0.0156; the nearest are ")
+    for direction in (
+        r"1400B and decode>=0\.0156: kl 0\.\d+ \(",
+        r"kl<=0\.005: [\d,]+ bytes",
+        r"speed: decode 0\.01\d+",
+    ):
+        assert re.search(direction, error), error

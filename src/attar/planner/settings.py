@@ -78,7 +78,7 @@ class PlanSettings:
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("check", self.check, 0, 64, "0 (no check) to 64")
         check_range("recover_tokens", self.recover_tokens, 0, 2**50, "0 (no recovery) or more")
-        _ = self.bytes, self.kl, self.tokens_per_second, self.tokens
+        _ = self.bytes, self.kl, self.tokens_per_second, self.tokens, self.shares
         if self.recover_tokens and not self.shares:
             raise SettingsError("recover_tokens", self.recover_tokens, "0 without prune: nothing is cut")
         if self.engine == "llama.cpp" and self.method == "awq":
