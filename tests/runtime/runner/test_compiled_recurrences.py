@@ -9,7 +9,9 @@ from attar.kernels.structures import CarriedSpan, StepTokens
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.compiled_states import StateBuffers
+from attar.runtime.runner.compiled_weights import llama_name
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
+from attar.runtime.runner.recurrent_weights import names
 from tests import tiny_models
 from tests.marks import slow_but
 from tests.quantization.packing import pack
@@ -109,6 +111,20 @@ def test_an_adapter_changes_the_layers_of_its_own_sequence():
     for index, each in enumerate((model, merged)):
         ours = torch.cat([chunks[index] for chunks in rows])
         torch.testing.assert_close(ours, logits_of(each, ids), rtol=0, atol=1e-3)
+
+
+def test_names_of_granites_experts():
+    """In memory, as its checkpoints stack them, and one by one, as they are rounded."""
+    patterns = names(tiny_models.config("granitemoehybrid"))
+    for stored, name in {
+        "router.weight": "mlp.gate.weight",
+        "router.layer.weight": "mlp.gate.weight",
+        "experts.gate_up_proj": "mlp.experts.gate_up_proj",
+        "input_linear.weight": "mlp.experts.gate_up_proj",
+        "output_linear.weight": "mlp.experts.down_proj",
+        "experts.3.up_proj.weight": "mlp.experts.3.up_proj.weight",
+    }.items():
+        assert llama_name(f"model.layers.0.block_sparse_moe.{stored}", patterns) == f"model.layers.0.{name}"
 
 
 def test_states_in_memory():

@@ -27,6 +27,7 @@ _EXPERTS = (
     (r"\.block_sparse_moe\.router\.(layer\.)?", ".mlp.gate."),
     (r"\.block_sparse_moe\.(experts\.gate_up_proj|input_linear\.weight)$", ".mlp.experts.gate_up_proj"),
     (r"\.block_sparse_moe\.(experts\.down_proj|output_linear\.weight)$", ".mlp.experts.down_proj"),
+    (r"\.block_sparse_moe\.experts\.", ".mlp.experts."),
 )
 NAMES = {
     "mamba2": (
