@@ -18,6 +18,7 @@ again at the end; the word must be likelier than nine others.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -34,10 +35,13 @@ from torch import Tensor
 from attar.checkpoint import open_checkpoint
 from attar.data.python_text import texts as python_files
 from attar.models.loading.load import load_tokenizer
+from attar.progress import SILENT
+from attar.quantization.kv_basis import basis_over
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.memory import LayerShape, block_bytes
 from attar.runtime.kv.store import STORES
+from attar.runtime.kv.store.rotated import CacheBasis, RotatedStore
 from attar.runtime.loading import load
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.observers import LastQueries, StridedQueries
@@ -45,6 +49,7 @@ from attar.runtime.runner.probe import Rotary
 from attar.runtime.step import StepInput, TokenSpan
 
 MODEL = "attar:smollm2"
+CALIBRATED = "int4 calibrated"  # as quantize --kv-cache int4 does, on WikiText-2's validation text
 CHUNK, BLOCK = 512, 32
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
@@ -134,7 +139,7 @@ def kv(rest: list[str]) -> str:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--count", type=int, default=1, help="texts of each kind and length")
     parser.add_argument("--tail", type=int, default=128)
-    parser.add_argument("--formats", nargs="+", default=list(STORES)[1:], choices=STORES)
+    parser.add_argument("--formats", nargs="+", default=list(STORES)[1:], choices=[*STORES, CALIBRATED])
     parser.add_argument("--cases", type=int, default=16, help="needles")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens in front of a needle's question")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.2, 0.1])
@@ -143,12 +148,27 @@ def kv(rest: list[str]) -> str:
     return "\n\n".join("\n".join(TABLES[name](args)) for name in args.tables)
 
 
-def runner(length: int, kv_dtype: str = "float32", eviction: Eviction | None = None) -> Modules:
+def runner(
+    length: int, kv_dtype: str = "float32", eviction: Eviction | None = None, data: Path = DATA
+) -> Modules:
     """The model in float32, with room for a prompt and three forks of it."""
-    options = {"runner": "modules", "dtype": "float32", "kv_dtype": kv_dtype, "block_size": BLOCK}
+    options = {"runner": "modules", "dtype": "float32", "kv_dtype": kv_dtype.split()[0], "block_size": BLOCK}
     runner = load(MODEL, kv_tokens=4 * length, eviction=eviction, **options).runner
     assert isinstance(runner, Modules)
+    if kv_dtype == CALIBRATED:
+        assert isinstance(runner.pool.store, RotatedStore)
+        runner.pool.store.basis = calibrated_basis(data)
     return runner
+
+
+@functools.cache
+def calibrated_basis(data: Path) -> CacheBasis:
+    """Over four rows of 2,048 tokens."""
+    tokens = load_tokenizer(MODEL)((data / "wikitext-2" / "valid.txt").read_text(), verbose=False)[
+        "input_ids"
+    ]
+    rows = [tokens[start : start + 2048] for start in range(0, 4 * 2048, 2048)]
+    return basis_over(open_checkpoint(MODEL), rows, SILENT)
 
 
 def passages(source: str, length: int, count: int, data: Path) -> list[list[int]]:
@@ -301,9 +321,11 @@ def _formatted(source: str, length: int, args: argparse.Namespace) -> Iterator[s
     results: dict[str, list[Quality]] = {name: [] for name in ("float32", *args.formats)}
     for text in passages(source, length, args.count, args.data):
         prompt, tail = text[: length - args.tail], text[length - args.tail :]
-        full = behind(prompt, tail, "float32").log_softmax(-1)
+        full = behind(prompt, tail, "float32", args.data).log_softmax(-1)
         for name, some in results.items():
-            some.append(quality(full if name == "float32" else behind(prompt, tail, name), tail, full))
+            some.append(
+                quality(full if name == "float32" else behind(prompt, tail, name, args.data), tail, full)
+            )
             print(source, length, name, some[-1], file=sys.stderr, flush=True)
     base = _mean(results["float32"])
     for name, some in results.items():
@@ -314,9 +336,9 @@ def _formatted(source: str, length: int, args: argparse.Namespace) -> Iterator[s
         yield f"| {source} | {length:,} | {name} | {bits:.1f} | {total / 1e6:.1f} | {numbers} |"
 
 
-def behind(prompt: Sequence[int], tail: Sequence[int], kv_dtype: str) -> Tensor:
+def behind(prompt: Sequence[int], tail: Sequence[int], kv_dtype: str, data: Path = DATA) -> Tensor:
     """Logits of a tail behind a prompt whose keys and values are kept in a format."""
-    alone = Sequences(runner(len(prompt) + len(tail), kv_dtype))
+    alone = Sequences(runner(len(prompt) + len(tail), kv_dtype, data=data))
     alone.read(0, prompt)
     return alone.run(0, tail, len(tail))
 
@@ -326,7 +348,7 @@ def stored(name: str, length: int) -> tuple[float, int]:
     config = open_checkpoint(MODEL).config
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    block = block_bytes([LayerShape(heads, dim)] * layers, name, BLOCK)
+    block = block_bytes([LayerShape(heads, dim)] * layers, name.split()[0], BLOCK)
     return 8 * block / (2 * layers * heads * dim * BLOCK), block * -(-length // BLOCK)
 
 

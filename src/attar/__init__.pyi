@@ -472,7 +472,7 @@ def quantize(
     group_size: int = -1,
     keep_zeros: Literal["auto", "true", "false"] | bool = "auto",
     embedding_bits: Literal[0, 8] = 0,
-    kv_cache: Literal["none", "fp8", "int8"] = "none",
+    kv_cache: Literal["none", "fp8", "int8", "int4"] = "none",
     double_quant: bool = False,
     moe_schemes: Literal["together", "apart"] = "together",
     qkv: Literal["together", "apart"] = "together",

@@ -13,6 +13,7 @@ from attar.errors import CheckpointError
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+KV_BASIS = "attar-kv.json"  # runtime/kv/basis_file.py
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_pipeline")
 """Keys of JSON files that name Python files of the same folder."""
 LARGEST = 1 << 20  # bytes of a JSON file of settings
@@ -56,6 +57,7 @@ OTHERS = (
     "*config*.json",
     "*/config.json",
     "attar-text.json",
+    KV_BASIS,
     "modules.json",
     "Modelfile",
     "README.md",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint import hashing, paths
 from attar.checkpoint.card import Card
-from attar.checkpoint.companions import tokenizer_files
+from attar.checkpoint.companions import KV_BASIS, tokenizer_files
 from attar.checkpoint.config_numbers import odd_number
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.normal_form import normal_form
@@ -119,8 +119,10 @@ class Checkpoint:
         return str(self.source) if by_path else self.name
 
     def fingerprint(self) -> str:
-        """SHA-256 over the names and bytes of config, weights and tokenizer. The card does not count."""
-        files = {name: self.path / name for name in ("config.json", *tokenizer_files(self.path))}
+        """SHA-256 over the names and bytes of config, weights, tokenizer and the basis of an int4 cache. The
+        card does not count."""
+        basis = [KV_BASIS] if (self.path / KV_BASIS).is_file() else []
+        files = {name: self.path / name for name in ("config.json", *basis, *tokenizer_files(self.path))}
         files |= {file.name: file for file in self.weight_files}
         digests = [[name, hashing.sha256_file(files[name])] for name in sorted(files)]
         return hashing.sha256_text(hashing.canonical_json(digests))

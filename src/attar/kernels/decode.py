@@ -206,7 +206,7 @@ class Program:
         bits: of activations, 8 or 16: see :meth:`attar.kernels.product.ThreadPool.multiply`.
         kv_dtype: of keys and values, a key of KV_BITS; int8 has a scale per token and head, int4 a scale and
             a minimum.
-        rotation: of int4, and of no other: H and c of csrc/decode/kv_codes.h.
+        rotation: of int4, and of no other: H and the basis of csrc/decode/kv_codes.h.
         threads_of: a program whose threads run this one too, never both at a time; None: its own threads.
         pool: of another program of the same shapes, which both use; None: its own.
 
@@ -349,14 +349,12 @@ class Program:
         tiles = halves.view(shape)[:, :, :, 0].permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
         return tiles[:, torch.from_numpy(slots), :, : w.head_dim]
 
-    def _rotate(self, matrix: Tensor, shift: Tensor) -> None:
-        """H (head_dim, head_dim) and c (layers, kv_heads, head_dim), float32, for the library."""
+    def _rotate(self, matrix: Tensor, basis: Tensor) -> None:
+        """H (head_dim, head_dim) and the basis (layers, kv_heads, 4, head_dim), float32, for the library."""
         n = self.weights.head_dim
-        assert shift.shape == (self.weights.cached, self.weights.kv_heads, n) and matrix.shape == (n, n)
-        room = (0, -n % (2 * TILE))
-        self._padded = [pad(x, room).contiguous() for x in (matrix, shift, shift @ matrix)]
-        for name, tensor in zip(("rotation", "shift", "rotated_shift"), self._padded, strict=True):
-            setattr(self._model, name, tensor.data_ptr())
+        assert basis.shape == (self.weights.cached, self.weights.kv_heads, 4, n) and matrix.shape == (n, n)
+        self._padded = [pad(x, (0, -n % (2 * TILE))).contiguous() for x in (matrix, basis)]
+        self._model.rotation, self._model.basis = (tensor.data_ptr() for tensor in self._padded)
 
     def _structure(self, bits: int, kv_dtype: str) -> structures.ModelStruct:
         w = self.weights

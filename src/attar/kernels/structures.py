@@ -107,7 +107,7 @@ class ModelStruct(ctypes.Structure):
         ("head", LinearStruct),
         *((name, POINTER) for name in ("layer", "pool", "hidden_layer", "hidden_pool")),
         ("hidden_states", LONG),
-        *((name, POINTER) for name in ("rotation", "shift", "rotated_shift")),
+        *((name, POINTER) for name in ("rotation", "basis")),
     ]
 
 

@@ -306,9 +306,13 @@ def _coded_cache(keys: Tensor, values: Tensor, *, kv_dtype: str) -> tuple[Tensor
     if keys.is_meta:
         return keys, values
     if kv_dtype == "int4":
-        mean = keys.float().mean(dim=(0, 2), keepdim=True)
+        k = keys.float()
+        centers, ones = (
+            torch.stack((k.mean(dim=(0, 2)), k[:, :, 0].mean(0)))[:, None, :, None],
+            k.new_ones(()),
+        )
         return (
-            (rotated.decode(*rotated.encode(keys.float() - mean)) + mean).to(keys.dtype),
+            rotated.decode(*rotated.encode(k, ones, centers), ones, centers).to(keys.dtype),
             rotated.decode(*rotated.encode(values)).to(values.dtype),
         )
     codes = [kv_codes.encode(x, torch.int8) for x in (keys, values)]

@@ -145,7 +145,7 @@ def plan(
         sites[stored] = LayerPlan(module, shapes[module], transposed, scheme.grid(kind), scheme, kind)
     order = {name: number for number, name in enumerate(checkpoint.tensors)}
     sites = {name: sites[name] for name in sorted(sites, key=order.__getitem__)}
-    cache = _kv_cache(anatomy, settings.kv_cache)
+    cache = _kv_cache(anatomy, settings.kv_cache, latents=bool(checkpoint.config.get("kv_lora_rank")))
     static = cache is not None and not cache.dynamic
     caches = {names[f"{b.attention.k.name}.weight"]: b.attention.name for b in anatomy.blocks if static}
     table = names[f"{anatomy.embedding}.weight"]
@@ -369,20 +369,24 @@ def _check_alone(chosen: Mapping[str, QuantizationScheme], settings: StorageSett
         other = next(name for name in names if name != "NF4")
         raise SettingsError("scheme", "NF4", f"alone: the bitsandbytes format cannot hold {other} as well")
     for name, none in (("embedding_bits", 0), ("kv_cache", "none")):
-        if getattr(settings, name) != none:
+        if getattr(settings, name) not in (none, "int4"):
             allowed = f"{none} with NF4: the bitsandbytes format has no place for it"
             raise SettingsError(name, getattr(settings, name), allowed)
 
 
-def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
+def _kv_cache(anatomy: Anatomy, name: str, *, latents: bool) -> ActivationRule | None:
     """The rule for keys and values; a group is one head."""
     if name not in KV_CACHES:
         raise SettingsError("kv_cache", name, " or ".join(KV_CACHES))
     rule = KV_CACHES[name]
-    if rule is None:
+    if name == "none":
         return None
     if not anatomy.causal:
         raise SettingsError("kv_cache", name, f"none: {anatomy.family} keeps no keys and values")
+    if rule is None:
+        if latents:
+            raise SettingsError("kv_cache", name, f"none: {anatomy.family} keeps latents (MLA)")
+        return None
     widths = sorted({block.attention.head_dim for block in anatomy.blocks})
     if rule.strategy == "group" and len(widths) > 1:
         raise SettingsError("kv_cache", name, f"none or fp8: heads here are {widths} wide")

@@ -134,10 +134,12 @@ KV_CACHES: Mapping[str, ActivationRule | None] = MappingProxyType(
         "none": None,
         "fp8": _FP8_TENSOR,
         "int8": ActivationRule("int", 8, "group"),
+        "int4": None,
     }
 )
 """How keys and values are rounded: fp8 with one calibrated scale for each layer's keys and one for its
-values; int8 with a scale for each token and head, computed at run time (the group is one head)."""
+values; int8 with a scale for each token and head, computed at run time (the group is one head); int4 in
+attar's runtime alone, which reads what was calibrated from a file of its own (kv_basis.py)."""
 
 
 def scheme_hint(name: str) -> str:

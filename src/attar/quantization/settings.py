@@ -51,7 +51,9 @@ class StorageSettings:
     embedding_bits: int = _option(
         0, "8: store the embedding (and a tied head) in int8, one scale per row; 0: leave it", (0, 8)
     )
-    kv_cache: str = _option("none", "scales for a quantized KV cache", tuple(KV_CACHES))
+    kv_cache: str = _option(
+        "none", "what a quantized KV cache needs: scales; int4: of attar's runtime", tuple(KV_CACHES)
+    )
     double_quant: bool = _option(False, "NF4: the scales are quantized to 8 bits as well")
     moe_schemes: str = _option(
         "together",

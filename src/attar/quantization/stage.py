@@ -30,10 +30,11 @@ from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_precision
 from attar.models.surgery.zeros import resolve_zeros, stated_zeros
 from attar.progress import SILENT, Progress
-from attar.quantization.calibration import static_scales
+from attar.quantization.calibration import batches_of, static_scales
 from attar.quantization.carried import NOTHING_ROUNDED, CarriedCodes, carried, loss_note, without
 from attar.quantization.check import check_result
 from attar.quantization.gates import rarest_expert
+from attar.quantization.kv_basis import calibrate_basis
 from attar.quantization.mixed_precision.search import choose_bits
 from attar.quantization.plan import QuantizationPlan, embedding_note, group_sizes, mtp_note, plan
 from attar.quantization.quantization_method import RoundingTask
@@ -156,6 +157,11 @@ def quantize(
             details["precision"] = rounded.precision
         if rounded.curve:
             details["curve"] = rounded.curve
+        if settings.storage.kv_cache == "int4":
+            batches = batches_of(checkpoint, settings)
+            details["kv_cache"] = calibrate_basis(
+                open_checkpoint(output.folder), batches, output.folder, progress
+            )
         written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]
         gates = check_result(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
         details["gates"] = gates
@@ -188,7 +194,8 @@ def _stores_order(options: MethodSettings) -> bool:
 def _calibrates(settings: QuantizeSettings, chosen: QuantizationPlan) -> bool:
     """Whether calibration text is run through the model."""
     sees_text = METHODS[settings.method].sees_text or settings.smoothing != "none" or settings.storage.bits
-    return bool(sees_text or chosen.caches or any(layer.static for layer in chosen.sites.values()))
+    keys = settings.storage.kv_cache == "int4"
+    return bool(sees_text or keys or chosen.caches or any(layer.static for layer in chosen.sites.values()))
 
 
 def _records(

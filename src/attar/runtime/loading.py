@@ -29,6 +29,7 @@ from attar.models.loading.fit import admit
 from attar.models.loading.plain_config import end_tokens
 from attar.models.loading.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
 from attar.runtime.admission import Limits
+from attar.runtime.kv.basis_file import read_basis
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
@@ -201,7 +202,9 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
     tokens = settings.kv_tokens or pool_tokens(token_bytes, model.context)
     blocks = -(-tokens // settings.block_size)
     size, bits = settings.block_size, settings.bits
-    runner = Compiled(model, blocks=blocks, block_size=size, kv_dtype=kv_dtype, bits=bits)
+    sizes = model.cached, model.kv_heads, model.head_dim
+    basis = read_basis(checkpoint.path, *sizes) if kv_dtype == "int4" else None
+    runner = Compiled(model, blocks=blocks, block_size=size, kv_dtype=kv_dtype, bits=bits, basis=basis)
     if settings.adapters:
         runner.with_adapters(build, stored.tensors, stored.load)
     return runner
@@ -263,12 +266,14 @@ def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
     if settings.hidden_layers:
         token_bytes += HiddenPool.token_bytes(len(settings.hidden_layers), discover(loaded).hidden_size)
     blocks = -(-(settings.kv_tokens or pool_tokens(token_bytes, shape.context)) // settings.block_size)
+    sizes = shape.layers, shape.kv_heads, shape.head_dim
     return Modules(
         loaded,
         blocks=blocks,
         block_size=settings.block_size,
         kv_dtype=settings.kv_dtype,
         eviction=settings.eviction,
+        basis=read_basis(checkpoint.path, *sizes) if settings.kv_dtype == "int4" else None,
     )
 
 

@@ -23,10 +23,10 @@ from attar.kernels.structures import StepTokens
 from attar.runtime.kv.compose import FeatureRequests
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.state_store import StateStore
-from attar.runtime.kv.store.rotated import rotated
+from attar.runtime.kv.store.rotated import CacheBasis, rotated
 from attar.runtime.runner.compiled_states import CarriedStates, CarriedStep
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.runner.key_means import calibration_step, mean_keys
+from attar.runtime.runner.key_means import calibration_step, key_centers
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan, ancestors
 
@@ -47,6 +47,7 @@ class Compiled:
         threads: None: ``OMP_NUM_THREADS``, or all processors.
         bits: of the activations that products take. 16: integers of 16 bits where weights are codes, float32
             where they are bfloat16; 8: int8 and bfloat16. The same for every step, whatever is in it.
+        basis: of int4, calibrated; None: mean keys of fixed tokens.
 
     Attributes:
         activations: what products round their inputs to: int16 or int8 (a scale for every group), float32 or
@@ -66,6 +67,7 @@ class Compiled:
         kv_dtype: str = "float16",
         threads: int | None = None,
         bits: int = 16,
+        basis: CacheBasis | None = None,
     ) -> None:
         if kv_dtype not in KV_DTYPES:
             raise UsageError(
@@ -78,7 +80,8 @@ class Compiled:
         settings: dict[str, Any] = {"threads": threads, "bits": bits, "kv_dtype": kv_dtype}
         if kv_dtype == "int4":
             rotation = rotated(torch.eye(weights.head_dim))
-            settings["rotation"] = rotation, _mean_keys(weights, block_size, threads, bits)
+            basis = basis or CacheBasis.of_centers(_key_centers(weights, block_size, threads, bits))
+            settings["rotation"] = rotation, basis.rows()
         self._program = Program(weights, blocks, block_size, **settings)
         self.kv_dtype, self.bits, self.activations = kv_dtype, bits, _activations(weights, bits)
         self.vocabulary, self.context = weights.vocabulary, weights.context
@@ -226,8 +229,8 @@ class Compiled:
         assert span.offset == span.start or not self._windowed, "an evicted cache and a sliding window"
 
 
-def _mean_keys(weights: ModelWeights, block_size: int, threads: int | None, bits: int) -> Tensor:
-    """The mean key of each layer and head, float32 (layers, kv_heads, head_dim), of fixed tokens."""
+def _key_centers(weights: ModelWeights, block_size: int, threads: int | None, bits: int) -> Tensor:
+    """The mean keys of each layer and head, float32 (2, layers, kv_heads, head_dim), of fixed tokens."""
     windowed = any(layer.window for layer in weights.layers)
     step = calibration_step(weights.vocabulary, weights.context, block_size, windowed=windowed)
     blocks = step.spans[-1].blocks[-1] + 1
@@ -235,7 +238,7 @@ def _mean_keys(weights: ModelWeights, block_size: int, threads: int | None, bits
     program.run(_step_tokens(step, block_size))
     keys = program.keys(step.slots(block_size)).split([span.count for span in step.spans], dim=1)
     program.close()
-    return mean_keys(keys)
+    return key_centers(keys)
 
 
 def _step_tokens(step: StepInput, block_size: int) -> StepTokens:

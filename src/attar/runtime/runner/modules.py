@@ -27,11 +27,11 @@ from attar.runtime.kv.state_snapshots import BYTES, StateSnapshots
 from attar.runtime.kv.state_store import StateStore
 from attar.runtime.kv.store import PoolGeometry
 from attar.runtime.kv.store.planes import PlaneStore
-from attar.runtime.kv.store.rotated import RotatedStore
+from attar.runtime.kv.store.rotated import CacheBasis, RotatedStore
 from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.evicted_attention import HeadShares, SharedPass, StreamingPass, pack_heads
 from attar.runtime.runner.hidden_states import HiddenWriter
-from attar.runtime.runner.key_means import calibration_step, mean_keys
+from attar.runtime.runner.key_means import calibration_step, key_centers
 from attar.runtime.runner.lora import LoraRows
 from attar.runtime.runner.observers import AttentionSums, LastQueries, ReadKeys, StridedQueries
 from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear
@@ -48,6 +48,7 @@ class Modules:
         model: a causal language model in evaluation mode; afterwards it runs through the runner only.
         kv_dtype: a name of ``kv.store.STORES``; ``auto`` is the model's dtype.
         eviction: how a sequence's cache entries are bounded; None: not at all.
+        basis: of int4, calibrated; None: mean keys of fixed tokens.
 
     Attributes:
         features: rows of ``kv/compose.py`` with the settings that ask for them.
@@ -67,6 +68,7 @@ class Modules:
         block_size: int = 16,
         kv_dtype: str = "auto",
         eviction: Eviction | None = None,
+        basis: CacheBasis | None = None,
     ) -> None:
         assert not model.training, "a model that runs is in evaluation mode"
         self.model, self.eviction = model, eviction
@@ -92,7 +94,7 @@ class Modules:
         self._stepwise = shape.stepwise
         self.lora = LoraRows(model)
         if isinstance(self.pool.store, RotatedStore):
-            self.pool.store.shift = self._key_means(shape)
+            self.pool.store.basis = self._basis(basis, shape)
 
     @property
     def block_size(self) -> int:
@@ -228,8 +230,13 @@ class Modules:
             self._observer.forget(sequence)
         self._shares.pop(sequence, None)
 
-    def _key_means(self, shape: ModelShape) -> Tensor:
-        """The mean key of each layer and head, float32 (layers, kv_heads, head_dim), of fixed tokens."""
+    def _basis(self, basis: CacheBasis | None, shape: ModelShape) -> CacheBasis:
+        if basis is None:
+            return CacheBasis.of_centers(self._key_centers(shape))
+        return CacheBasis(basis.centers.to(self.pool.device), basis.factors.to(self.pool.device))
+
+    def _key_centers(self, shape: ModelShape) -> Tensor:
+        """The mean keys of each layer and head, float32 (2, layers, kv_heads, head_dim), of fixed tokens."""
         plain = copy(self)  # the same model, and no eviction
         plain.eviction = plain._observer = None
         plain.states = StateStore()
@@ -237,7 +244,7 @@ class Modules:
         geometry = replace(self.pool.geometry, blocks=step.spans[-1].blocks[-1] + 1)
         plain.pool = KVPool(geometry, "float32", dtype=self.pool.dtype, device=self.pool.device)
         plain.run(step)
-        return mean_keys(
+        return key_centers(
             [
                 torch.stack([plain.pool.gather(layer, span.blocks, span.count)[0] for layer in self._layers])
                 for span in step.spans

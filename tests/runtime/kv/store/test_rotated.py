@@ -5,7 +5,7 @@ import torch
 
 from attar.errors import SettingsError
 from attar.runtime.kv.store import PoolGeometry, make_store
-from attar.runtime.kv.store.rotated import decode, encode, rotated
+from attar.runtime.kv.store.rotated import RANGES, CacheBasis, decode, encode, rotated
 
 CPU = torch.device("cpu")
 
@@ -31,23 +31,34 @@ def test_the_rotation(n):
 
 @pytest.mark.parametrize("n", [16, 80])
 def test_a_store_against_the_definition(n):
-    """Keys y = (x - c) H, values y = x H; 16 levels from min to max, s and m in float16."""
+    """Keys y = (x - c) D H, values y = x H; 16 levels from min to max, s and m in float16."""
     store = make_store("int4", PoolGeometry(1, 2, 4, 2, n), CPU)
-    store.shift = numbers(1, 2, n, seed=2) * 3
-    k, v, slots = numbers(3, 2, n) + store.shift[0], numbers(3, 2, n, seed=1), torch.tensor([1, 6, 2])
+    store.basis = CacheBasis(numbers(2, 1, 2, n, seed=2) * 3, numbers(1, 2, n, seed=3).exp())
+    factors, centers = store.basis.at(0)
+    factors = torch.stack((factors, torch.ones(2, n)))[:, :, None].double()
+    which = torch.tensor([[0, 1, 0], [1, 0, 0]])  # (heads, tokens)
+    c = torch.stack([centers[which[head], head] for head in range(2)], 0)
+    k, v, slots = numbers(3, 2, n) + c.transpose(0, 1), numbers(3, 2, n, seed=1), torch.tensor([1, 6, 2])
     store.write_(0, slots, k, v)
-    actual = torch.stack(store.read(0, torch.arange(2), torch.float32, range(2)))[:, slots].double()
-    h, c = hadamard(n), torch.stack((store.shift[0], torch.zeros(2, n)))[:, None].double()
-    y = (torch.stack((k, v)).double() - c) @ h
-    m = y.amin(-1, keepdim=True).half().double()
-    s = ((y.amax(-1, keepdim=True) - m) / 15).half().double()
-    want = (((y - m) / s).round().clamp(0, 15) * s + m) @ h + c
-    error = (actual - want).abs() @ h.abs()
+    actual = torch.stack(store.read(0, torch.arange(2), torch.float32, range(2)))[:, slots].transpose(1, 2)
+    h, c = hadamard(n), torch.stack((c, torch.zeros(2, 3, n))).double()
+    y = (torch.stack((k, v)).transpose(1, 2).double() - c) * factors @ h
+    low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
+    found = []
+    for r in RANGES:
+        middle, half = (low + high) / 2, r * (high - low) / 2
+        m = (middle - half).half().double()
+        s = ((middle + half - m) / 15).half().double()
+        found.append(((y - m) / s).round().clamp(0, 15) * s + m)
+    errors = torch.stack([(one - y).square().sum(-1) for one in found])
+    least = errors.argmin(0)
+    assert len(least.unique()) > 1
+    want = torch.stack(found).gather(0, least[None, ..., None].expand(1, *y.shape))[0] @ h / factors + c
+    error = ((actual.double() - want) * factors).abs() @ h.abs()
     assert float(error.median()) < 1e-5 and float(error.max()) < float(s.max()) * n**0.5
-    assert float((actual - c - torch.stack((k, v)) + c).square().mean()) < float(s.max()) ** 2 / 8
     cells = (torch.tensor([0, 0]), torch.tensor([6, 2]), torch.tensor([1, 0]))
     for kind, cell in enumerate(store.read_cells(cells, torch.float32)):
-        assert torch.equal(cell.double(), actual[kind, [1, 2], [1, 0]])
+        assert torch.equal(cell, actual[kind, [1, 0], [1, 2]])
 
 
 def test_rotation_and_shift_lessen_the_error():

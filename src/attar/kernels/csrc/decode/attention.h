@@ -20,7 +20,7 @@
 
 namespace attar {
 
-constexpr int SPLIT = 256;
+constexpr int SPLIT = 256, AHEAD = 2;  // tiles whose keys are fetched before they are read
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 struct SoftmaxState {
@@ -63,11 +63,13 @@ public:
           scores_(group_ * CHUNK),
           scales_(group_, 1.0f) {
         if (model.plain()) return;
+        if (model.four_bits()) bytes_.resize(group_ * (CHUNK + model.padded()));
         weights_.resize(group_ * CHUNK);
-        queries_.resize(group_ * query_stride() + WIDTH);
+        queries_.resize(group_ * model.head_dim + WIDTH);
         query_scales_.resize(group_);
         query_sums_.resize(group_);
-        offsets_.resize(group_);
+        query_rests_.resize(group_);
+        offsets_.resize(2 * group_);
     }
 
     // Split `index` of the keys; queries (group, head_dim), scaled; into states (group,) and acc (group, padded),
@@ -108,8 +110,8 @@ private:
         const int count = int(stop - start), tiles = (count + WIDTH - 1) / WIDTH;
         for (int i = 0; i < tiles; i++) locate_tile(range, head, start + i * WIDTH, i);
         for (int i = 0; i < tiles; i++) {
-            prefetch_tile(values_[i]);
-            if (i + 1 < tiles) prefetch_tile(keys_[i + 1]);
+            prefetch_tile(values_[i], value_scales_[i]);
+            prefetch_keys(range, head, start + (i + AHEAD) * WIDTH);
             tile_scores(i, queries, scores_.data() + i * WIDTH);
             apply_mask(range, start + i * WIDTH, i * WIDTH);
         }
@@ -118,11 +120,15 @@ private:
         if (model_.pool_kind == STORED_FP16) accumulate_values<Float16>(count, scores_.data());
         if (model_.pool_kind == STORED_BF16) accumulate_values<BFloat16Pairs>(count, weights_.data());
         if (model_.pool_kind == STORED_INT8) accumulate_values<Int8Pairs>(count, weights_.data());
-        if (model_.four_bits()) accumulate_values<Int4Codes>(count, weights_.data());
+        if (model_.four_bits()) accumulate_values<Int4Codes>(count, weight_bytes());
     }
 
     // Numbers between two heads' queries in their format.
     std::int64_t query_stride() const { return model_.four_bits() ? model_.padded() : model_.head_dim; }
+
+    // Of four bits: queries (group, padded) and weights (group, CHUNK).
+    std::int8_t* query_bytes() { return bytes_.data(); }
+    std::int8_t* weight_bytes() { return bytes_.data() + group_ * model_.padded(); }
 
     // Queries in the number format of the keys.
     void quantize_queries(const float* queries, std::int64_t head) {
@@ -135,12 +141,18 @@ private:
         std::fill_n(ones, padded, 1.0f);
         for (std::int64_t q = 0; q < group_; q++) {
             std::copy_n(queries + q * dim, dim, padded_.data());
-            query_scales_[q] = to_int16(padded_.data(), padded, queries_.data() + q * query_stride());
-            if (!model_.four_bits()) continue;
+            if (!model_.four_bits()) {
+                query_scales_[q] = to_int16(padded_.data(), padded, queries_.data() + q * dim);
+                continue;
+            }
+            query_scales_[q] = to_bytes<false>(padded_.data(), padded, query_bytes() + q * padded, query_rests_[q]);
             query_sums_[q] = dot(padded_.data(), ones, padded);
-            offsets_[q] = dot(padded_.data(), model_.rotated_shift + model_.shift_at(layer_, head), padded);
+            for (int i = 0; i < 2; i++)
+                offsets_[2 * q + i] = dot(padded_.data(), model_.basis_of(layer_, head, CENTERS) + i * padded, padded);
         }
     }
+
+    std::int64_t constant_bytes() const { return model_.four_bits() ? 2 : 4; }
 
     // Addresses of tile `index` of a chunk, which begins at key `key`.
     void locate_tile(const KeyRange& range, std::int64_t head, std::int64_t key, int index) {
@@ -148,14 +160,21 @@ private:
         const std::uint8_t *keys = model_.keys(layer_, block, head), *values = model_.values(layer_, block, head);
         keys_[index] = keys + row * model_.row_bytes();
         values_[index] = values + row * model_.row_bytes();
-        const std::int64_t constant = model_.four_bits() ? 2 : 4;
-        key_scales_[index] = (const std::uint8_t*)model_.scales(keys) + row * constant;
-        value_scales_[index] = (const std::uint8_t*)model_.scales(values) + row * constant;
-        if (index == 0) prefetch_tile(keys_[index]);
+        key_scales_[index] = (const std::uint8_t*)model_.scales(keys) + row * constant_bytes();
+        value_scales_[index] = (const std::uint8_t*)model_.scales(values) + row * constant_bytes();
     }
 
-    void prefetch_tile(const std::uint8_t* tile) const {
+    // Of the tile that begins at key `key`, if it is seen.
+    void prefetch_keys(const KeyRange& range, std::int64_t head, std::int64_t key) const {
+        if (key >= range.until) return;
+        const std::int64_t size = model_.block_size, row = key % size;
+        const std::uint8_t* keys = model_.keys(layer_, range.blocks[key / size], head);
+        prefetch_tile(keys + row * model_.row_bytes(), (const std::uint8_t*)model_.scales(keys) + row * constant_bytes());
+    }
+
+    void prefetch_tile(const std::uint8_t* tile, const std::uint8_t* scales) const {
         for (std::int64_t i = 0; i < WIDTH * model_.row_bytes(); i += 64) prefetch(tile + i);
+        if (model_.coded()) prefetch(scales);
     }
 
     void tile_scores(int index, const float* queries, float* to) {
@@ -170,12 +189,15 @@ private:
 
     // s (q' . codes) + m sum q' + q' . c'
     void tile_scores_of_codes(int index, float* to) {
-        score_heads<Int4Codes>(keys_[index], queries_.data(), to);
+        score_heads<Int4Codes>(keys_[index], query_bytes(), to);
         const std::uint16_t* constants = (const std::uint16_t*)key_scales_[index];
-        const F scale = load_fp16(constants), m = load_fp16(constants + model_.block_size);
+        const F sign = load_fp16(constants), scale = absolute(sign), m = load_fp16(constants + model_.block_size);
+        const I second = less(sign, F{});
         for (std::int64_t q = 0; q < group_; q++, to += CHUNK) {
-            const F offset = fma(m, broadcast(query_sums_[q]), broadcast(offsets_[q]));
-            store(to, fma(load(to), scale * query_scales_[q], offset));
+            const F center = select(second, broadcast(offsets_[2 * q + 1]), broadcast(offsets_[2 * q]));
+            const F offset = fma(m, broadcast(query_sums_[q]), center);
+            const F codes = fma(load(to), broadcast(query_scales_[q]), broadcast(CENTER * query_rests_[q]));
+            store(to, fma(codes, scale, offset));
         }
     }
 
@@ -183,22 +205,18 @@ private:
     void score_heads(const std::uint8_t* keys, const Number* queries, float* to) {
         const std::int64_t dim = query_stride();
         std::int64_t q = 0;
-        for (; q + 8 <= group_; q += 8) scores_of<Kind, 8>(keys, queries + q * dim, dim, to + q * CHUNK);
-        for (; q + 4 <= group_; q += 4) scores_of<Kind, 4>(keys, queries + q * dim, dim, to + q * CHUNK);
-        for (; q + 2 <= group_; q += 2) scores_of<Kind, 2>(keys, queries + q * dim, dim, to + q * CHUNK);
-        for (; q < group_; q++) scores_of<Kind, 1>(keys, queries + q * dim, dim, to + q * CHUNK);
-    }
-
-    template <class Kind, int Q, class Number>
-    static void scores_of(const std::uint8_t* keys, const Number* queries, std::int64_t dim, float* to) {
-        if constexpr (std::is_same_v<Kind, Int4Codes>) scores_of_words<Q>(keys, queries, dim, to);
-        else scores<Kind, Q>(keys, queries, dim, to);
+        for (; q + 8 <= group_; q += 8) scores<Kind, 8>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 4 <= group_; q += 4) scores<Kind, 4>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 3 <= group_; q += 3) scores<Kind, 3>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 2 <= group_; q += 2) scores<Kind, 2>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q < group_; q++) scores<Kind, 1>(keys, queries + q * dim, dim, to + q * CHUNK);
     }
 
     template <class Kind, class Number>
     void accumulate_values(int count, const Number* weights) {
         std::int64_t q = 0;
         for (; q + 4 <= group_; q += 4) accumulate_heads<Kind, 4>(count, weights, q);
+        for (; q + 3 <= group_; q += 3) accumulate_heads<Kind, 3>(count, weights, q);
         for (; q + 2 <= group_; q += 2) accumulate_heads<Kind, 2>(count, weights, q);
         for (; q < group_; q++) accumulate_heads<Kind, 1>(count, weights, q);
     }
@@ -214,6 +232,8 @@ private:
     void apply_mask(const KeyRange& range, std::int64_t tile, std::int64_t column) {
         std::int32_t seen[WIDTH];
         bool all_seen = true;
+        const bool after = range.tree && tile + WIDTH > range.past;
+        if (!after && tile >= range.from && tile + WIDTH <= range.until && model_.soft_cap == 0.0f) return;
         for (int i = 0; i < WIDTH; i++) {
             const std::int64_t key = tile + i;
             bool sees = key >= range.from && key < range.until;
@@ -275,16 +295,21 @@ private:
             store(row + i, select(equal(weight, F{}), F{}, weight * scale));
             if (model_.four_bits()) minima = fma(weight, load_fp16(constants + 2 * model_.block_size), minima);
         }
-        scales_[q] = to_int16(row, count, to);
-        if (!model_.four_bits()) return;
-        const float offset = sum_lanes(minima);
+        if (!model_.four_bits()) {
+            scales_[q] = to_int16(row, count, to);
+            return;
+        }
+        float left;
+        scales_[q] = to_bytes<true>(row, count, weight_bytes() + q * CHUNK, left);
+        const float offset = sum_lanes(minima) + CENTER * left;
         float* acc = acc_.data() + q * model_.padded();
         for (std::int64_t d = 0; d < model_.padded(); d += WIDTH) store(acc + d, load(acc + d) + offset);
     }
 
     const Model& model_;
     const std::int64_t layer_, group_;
-    std::vector<float> scores_, scales_, acc_, split_acc_, query_scales_, query_sums_, offsets_, padded_;
+    std::vector<float> scores_, scales_, acc_, split_acc_, query_scales_, query_sums_, query_rests_, offsets_, padded_;
+    std::vector<std::int8_t> bytes_;
     std::vector<SoftmaxState> state_, split_states_;
     std::vector<std::uint16_t> weights_, queries_;
     const std::uint8_t *keys_[TILES] = {}, *values_[TILES] = {};

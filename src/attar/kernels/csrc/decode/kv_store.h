@@ -25,9 +25,15 @@ static inline void store_int4(const Model& model, std::int64_t layer, std::int64
     for (const bool values : {false, true}) {
         std::uint8_t* half = values ? model.values(layer, block, head) : model.keys(layer, block, head);
         std::uint16_t* constants = model.half_scales(half) + index;
-        const float* shift = values ? nullptr : model.shift + model.shift_at(layer, head);
-        rotate_head(values ? value : key, shift, model.rotation, dim, padded, rotated);
-        to_int4(rotated, dim, padded, codes, constants, constants + model.block_size);
+        const float* factors = values ? nullptr : model.basis_of(layer, head, KEY_FACTORS);
+        rotate_head(values ? value : key, factors, model.rotation, dim, padded, rotated);
+        bool second = false;
+        if (!values) {
+            const float *center = model.basis_of(layer, head, CENTERS), *other = center + padded;
+            second = spread(rotated, other, dim) < spread(rotated, center, dim);
+            for (std::int64_t d = 0; d < dim; d++) rotated[d] -= second ? other[d] : center[d];
+        }
+        to_int4(rotated, dim, padded, second, codes, constants, constants + model.block_size);
         if (values) store_value_codes(codes, padded, row, half + tile);
         else store_key_codes(codes, padded, row, half + tile);
     }
@@ -78,8 +84,8 @@ static inline void copy_int4_slot(const Model& model, std::int64_t layer, std::i
         const auto tile = [&](std::int64_t slot) { return half(slot) + slot % size / WIDTH * WIDTH * padded / 2; };
         const std::int64_t source = from % size % WIDTH, target = to % size % WIDTH;
         if (values)
-            for (std::int64_t d = 0; d < padded; d += 2)
-                tile(to)[target / 2 * padded + d + target % 2] = tile(from)[source / 2 * padded + d + source % 2];
+            for (std::int64_t i = 0; i < padded / 2; i++)
+                tile(to)[value_byte(padded, target, i)] = tile(from)[value_byte(padded, source, i)];
         else
             for (std::int64_t w = 0; w < padded / 8; w++)
                 std::memcpy(tile(to) + (w * WIDTH + target) * 4, tile(from) + (w * WIDTH + source) * 4, 4);

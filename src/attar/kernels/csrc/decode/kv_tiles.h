@@ -5,7 +5,8 @@
 //
 // With these, queries and weights are bfloat16. An int8 cache has codes in the same layout and a float32 scale per
 // token, multiplied into scores and weights; queries and weights are int16 with a scale, so that sums are exact.
-// An int4 cache has words and bytes of codes (kv_codes.h), which are unpacked in registers to the same pairs.
+// An int4 cache has words of codes (kv_codes.h), which are unpacked in registers to bytes; queries and weights are int8
+// with a scale. What rounding takes from a sum is given back at the middle code, CENTER.
 // A float16 or float32 cache has keys (head_dim, 16) and values (16, padded); all else is float32.
 
 #pragma once
@@ -19,6 +20,7 @@ namespace attar {
 
 constexpr int CHUNK = 128;
 constexpr int TILES = CHUNK / WIDTH;
+constexpr float CENTER = 7.5f;
 
 // bfloat16 in pairs.
 struct BFloat16Pairs {
@@ -36,12 +38,10 @@ struct Int8Pairs {
     static I dot(I total, I row, std::int32_t x) { return dot_shorts(total, row, x); }
 };
 
-// Four bits, in words of eight dimensions of a key, and bytes of two dimensions of a value.
+// Four bits: of a word, four bytes of the low nibbles and four of the high ones.
 struct Int4Codes {
-    using Sum = I;
-    static I dot(I total, I row, std::int32_t x) { return dot_shorts(total, row, x); }
-    // Pair j of a word: dimensions 2 j and 2 j + 1.
-    static I pair(const I& words, int j) { return (words >> 4 * j) & 0x000f000f; }
+    static I low(const I& words) { return words & 0x0f0f0f0f; }
+    static I high(const I& words) { return (words >> 4) & 0x0f0f0f0f; }
 };
 
 // One number per lane.
@@ -73,19 +73,18 @@ static inline void scores(const std::uint8_t* keys, const std::uint16_t* queries
     for (int q = 0; q < Q; q++) store(to + q * CHUNK, to_floats(sums[q][0] + sums[q][1]));
 }
 
-// The same of words of eight dimensions.
-template <int Q>
-static inline void scores_of_words(const std::uint8_t* keys, const std::uint16_t* queries, std::int64_t dim, float* to) {
-    I sums[Q][2] = {};
+// The same of four bits: words of eight dimensions, and queries of int8.
+template <class Kind, int Q>
+static inline void scores(const std::uint8_t* keys, const std::int8_t* queries, std::int64_t dim, float* to) {
+    I sums[Q] = {};
     for (std::int64_t d = 0; d < dim; d += 8, keys += 4 * WIDTH) {
-        const I words = load_ints(keys);
-        for (int j = 0; j < 4; j++) {
-            const I pair = Int4Codes::pair(words, j);
-            for (int q = 0; q < Q; q++)
-                sums[q][j % 2] = dot_shorts(sums[q][j % 2], pair, load_word(queries + q * dim + d + 2 * j));
+        const I words = load_ints(keys), low = Kind::low(words), high = Kind::high(words);
+        for (int q = 0; q < Q; q++) {
+            const std::int8_t* query = queries + q * dim + d;
+            sums[q] = dot8(sums[q], low, load_word(query), high, load_word(query + 4));
         }
     }
-    for (int q = 0; q < Q; q++) store(to + q * CHUNK, to_floats(sums[q][0] + sums[q][1]));
+    for (int q = 0; q < Q; q++) store(to + q * CHUNK, to_floats(sums[q]));
 }
 
 template <class Kind, int Q>
@@ -102,20 +101,6 @@ static inline void scores(const std::uint8_t* keys, const float* queries, std::i
     for (int q = 0; q < Q; q++) store(to + q * CHUNK, sums[q][0] + sums[q][1]);
 }
 
-// Rows of V vectors of values of two tokens, from number `at` of the first.
-template <class Kind, int V>
-static inline void load_rows(const std::uint8_t* tile, std::int64_t at, I* row) {
-    if constexpr (std::is_same_v<Kind, Int4Codes>) {
-        for (int v = 0; v < V; v += 2) {
-            const I bytes = load_int8_pairs(tile + at + v * WIDTH);
-            row[v] = Kind::pair(bytes, 0);
-            if (v + 1 < V) row[v + 1] = Kind::pair(bytes, 1);
-        }
-    } else {
-        for (int v = 0; v < V; v++) row[v] = Kind::pair(tile + (at + v * WIDTH) * 2 * Kind::BYTES);
-    }
-}
-
 // acc (Q, stride) += weights (Q, CHUNK) times scales (Q,) of the first `count` values of some tiles, for V
 // vectors from dimension `at` on.
 template <class Kind, int Q, int V>
@@ -125,8 +110,8 @@ static inline void accumulate(const std::uint8_t* const* tiles, std::int64_t str
     for (int i = 0; i < count; i += 2) {
         const std::int32_t valid = i + 1 < count ? -1 : 0xffff;  // a free slot may hold anything
         I row[V];
-        load_rows<Kind, V>(tiles[i / WIDTH], i % WIDTH / 2 * stride + at, row);
-        for (int v = 0; v < V; v++) row[v] = row[v] & valid;
+        const std::uint8_t* from = tiles[i / WIDTH] + (i % WIDTH / 2 * stride + at) * 2 * Kind::BYTES;
+        for (int v = 0; v < V; v++) row[v] = Kind::pair(from + v * WIDTH * 2 * Kind::BYTES) & valid;
         for (int q = 0; q < Q; q++)
             for (int v = 0; v < V; v++) sums[q][v] = Kind::dot(sums[q][v], row[v], load_word(weights + q * CHUNK + i));
     }
@@ -154,6 +139,35 @@ static inline void accumulate(const std::uint8_t* const* tiles, std::int64_t str
         for (int v = 0; v < V; v++) store(acc + q * stride + at + v * WIDTH, sums[q][v]);
 }
 
+// The same of four bits, for 32 dimensions: words of four tokens, weights of int8, which are zero behind the last one.
+template <class Kind, int Q>
+static inline void accumulate_words(const std::uint8_t* const* tiles, std::int64_t stride, std::int64_t at, int count,
+                                    const std::int8_t* weights, const float* scales, float* acc) {
+    I sums[Q][2] = {};
+    for (int i = 0; i < count; i += 8) {
+        const std::uint8_t* from = tiles[i / WIDTH] + (i % WIDTH * stride + 4 * at) / 2;
+        const I first = load_ints(from), second = load_ints(from + 2 * stride);
+        const I low[2] = {Kind::low(first), Kind::low(second)}, high[2] = {Kind::high(first), Kind::high(second)};
+        for (int q = 0; q < Q; q++) {
+            const std::int32_t x = load_word(weights + q * CHUNK + i), y = load_word(weights + q * CHUNK + i + 4);
+            sums[q][0] = dot8(sums[q][0], low[0], x, low[1], y);
+            sums[q][1] = dot8(sums[q][1], high[0], x, high[1], y);
+        }
+    }
+    for (int q = 0; q < Q; q++)
+        for (int v = 0; v < 2; v++) {
+            float* to = acc + q * stride + at + v * WIDTH;
+            store(to, fma(to_floats(sums[q][v]), broadcast(scales[q]), load(to)));
+        }
+}
+
+template <class Kind, int Q>
+static inline void accumulate_dims(const std::uint8_t* const* tiles, std::int64_t stride, int count,
+                                   const std::int8_t* weights, const float* scales, float* acc) {
+    for (std::int64_t d = 0; d < stride; d += 2 * WIDTH)
+        accumulate_words<Kind, Q>(tiles, stride, d, count, weights, scales, acc);
+}
+
 template <class Kind, int Q, class Number>
 static inline void accumulate_dims(const std::uint8_t* const* tiles, std::int64_t stride, int count,
                                    const Number* weights, const float* scales, float* acc) {
@@ -175,6 +189,24 @@ static inline float to_int16(const float* from, std::int64_t count, std::uint16_
         store_shorts(to + i, code);
     }
     return top / 32767.0f;
+}
+
+// `count` numbers, a multiple of 16, to int8 codes; returns their scale. What rounding changes is carried to the number
+// sixteen further on, where CARRY, so that the sums of many small numbers stay; `left` is what is lost of the sum.
+template <bool CARRY>
+static inline float to_bytes(const float* from, std::int64_t count, std::int8_t* to, float& left) {
+    F peak{}, lost{};
+    for (std::int64_t i = 0; i < count; i += WIDTH) peak = maximum(peak, absolute(load(from + i)));
+    const float top = largest_lane(peak), inverse = top > 0 ? 127.0f / top : 0.0f;
+    for (std::int64_t i = 0; i < count; i += WIDTH) {
+        F x = load(from + i) * inverse;
+        if (CARRY) x += lost;
+        const F code = minimum(round_even(x), broadcast(127.0f));
+        lost = CARRY ? x - code : lost + (x - code);
+        store_bytes(to + i, to_ints(code));
+    }
+    left = sum_lanes(lost) * top / 127.0f;
+    return top / 127.0f;
 }
 
 // `dim` numbers to int8 codes; returns their scale.

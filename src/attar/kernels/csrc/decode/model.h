@@ -65,6 +65,7 @@ struct Layer {
 
 // Number format of the KV cache, and of the embedding.
 enum Storage : std::int32_t { STORED_INT8 = 1, STORED_BF16 = 2, STORED_FP16 = 3, STORED_FP32 = 4, STORED_INT4 = 5 };
+enum BasisRow { KEY_FACTORS, QUERY_FACTORS, CENTERS, BASIS_ROWS = CENTERS + 2 };
 enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 struct Model {
@@ -88,13 +89,14 @@ struct Model {
     const std::int64_t* hidden_layer;  // (hidden_states,) ascending: states after this layer are kept; `layers`: normed
     std::uint16_t* hidden_pool;        // bf16 (slots, hidden_states, hidden), or null
     std::int64_t hidden_states;
-    // Of a cache of four bits, else null: H (head_dim, padded), c and c H (layers, kv_heads, padded) of kv_codes.h.
-    const float *rotation, *shift, *rotated_shift;
+    // Of a cache of four bits, else null: H (head_dim, padded) and (layers, kv_heads, BASIS_ROWS, padded) of kv_codes.h.
+    const float *rotation, *basis;
 
     // The keys and then the values of a block and head are contiguous, in the layout of kv_tiles.h, each followed by
     // its scales where they are int8, its scales and then its minima where they are int4. head_dim is rounded up to
     // whole vectors, two where they are int4.
     bool four_bits() const { return pool_kind == STORED_INT4; }
+    bool coded() const { return pool_kind == STORED_INT8 || four_bits(); }
     std::int64_t padded() const {
         const std::int64_t unit = four_bits() ? 2 * WIDTH : WIDTH;
         return (head_dim + unit - 1) / unit * unit;
@@ -126,7 +128,9 @@ struct Model {
     std::uint8_t* latent(std::int64_t layer, std::int64_t slot) const {
         return at_block(layer, slot / block_size) + slot % block_size * latent_bytes();
     }
-    std::int64_t shift_at(std::int64_t layer, std::int64_t head) const { return (layer * kv_heads + head) * padded(); }
+    const float* basis_of(std::int64_t layer, std::int64_t head, BasisRow row) const {
+        return basis + ((layer * kv_heads + head) * BASIS_ROWS + row) * padded();
+    }
     std::int64_t hidden_width() const { return hidden_states * hidden; }
     std::uint16_t* hidden_at(std::int64_t slot) const { return hidden_pool + slot * hidden_width(); }
 };

@@ -211,6 +211,17 @@ static inline Ints dot4(Ints total, Ints w, Ints x) {
 #endif
 }
 
+// dot4<true> of two words, added to total. No byte of w or v is above 15.
+static inline Ints dot8(Ints total, Ints w, Ints x, Ints v, Ints y) {
+#if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
+    const __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x),
+                                          _mm256_maddubs_epi16((__m256i)v, (__m256i)y));
+    return total + (Ints)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+#else
+    return dot4<true>(dot4<true>(total, w, x), v, y);
+#endif
+}
+
 // Whether dot4<true> also takes any unsigned byte w where no signed byte x is above 15 in size.
 #if defined(__AVX2__) || !defined(__ARM_NEON)
 constexpr bool SMALL_BY_EITHER = true;

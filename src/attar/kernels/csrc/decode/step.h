@@ -270,16 +270,17 @@ protected:
         for (std::int64_t q = 0; q < group; q++) {
             rope_head(queries + q * dim, model.wide_norms ? nullptr : layer().query_norm, batch.positions[t]);
             for (std::int64_t d = 0; d < dim; d++) queries[q * dim + d] *= model.scale;
-            if (model.four_bits()) rotate_in_place(queries + q * dim);
+            if (model.four_bits())
+                rotate_in_place(queries + q * dim, model.basis_of(layer().index, head, QUERY_FACTORS));
         }
         rope_head(key, model.wide_norms ? nullptr : layer().key_norm, batch.positions[t]);
         store_kv(model, layer().index, head, batch.slots[t], key, key + model.kv_heads * dim, codes.data(),
                  rotated.data());
     }
 
-    // A head times H.
-    void rotate_in_place(float* x) {
-        rotate_head(x, nullptr, model.rotation, model.head_dim, model.padded(), rotated.data());
+    // A head times factors (head_dim,) or null, times H.
+    void rotate_in_place(float* x, const float* factors) {
+        rotate_head(x, factors, model.rotation, model.head_dim, model.padded(), rotated.data());
         std::copy_n(rotated.data(), model.head_dim, x);
     }
 
@@ -342,7 +343,7 @@ protected:
                 if (model.four_bits()) {
                     merged.resize(dim);
                     merge_head(head, row, 0, dim, merged.data());
-                    rotate_in_place(merged.data());
+                    rotate_in_place(merged.data(), nullptr);
                     std::copy_n(merged.data() + low - begin, high - low, to);
                 } else {
                     merge_head(head, row, low - begin, high - begin, to);

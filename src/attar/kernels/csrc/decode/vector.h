@@ -212,6 +212,11 @@ static inline I dot4(const I& total, const I& w, std::int32_t x) {
     return apply<I>(one::dot4<SMALL>, total, w, broadcast_ints(x));
 }
 
+// dot4<true> of w and x and of v and y, added to total.
+static inline I dot8(const I& total, const I& w, std::int32_t x, const I& v, std::int32_t y) {
+    return apply<I>(one::dot8, total, w, broadcast_ints(x), v, broadcast_ints(y));
+}
+
 // The same, where every lane has its own x.
 template <bool SMALL>
 static inline I dot4(const I& total, const I& w, const I& x) {

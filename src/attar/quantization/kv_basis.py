@@ -1,0 +1,105 @@
+"""What the keys of a quantized model are rounded in with ``kv_dtype="int4"``, from the calibration text.
+
+    c_0 = mean of k,   c_1 = mean of the keys at position 0,   d_i = (sum q_i^2 / sum (k_i - c_0i)^2)^(1/4)
+
+for each layer and kv head, over all tokens and the queries of the head's group; d is divided by its geometric
+mean and bounded. With codes of s steps in all channels of (k - c) D, the error of a score is that of
+sum_i q_i^2 / d_i^2 at a step that grows with sum_i d_i^2 k_i^2: their product is least with this d, which is
+the scaling of SmoothQuant (Xiao et al. 2022, arXiv 2211.10438) with root mean squares in the place of the
+largest numbers.
+
+The model runs through the runtime's modules, with an exact cache, and what the runtime does to keys before
+they are stored is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.progress import Progress
+from attar.runtime.kv.basis_file import write_basis
+from attar.runtime.kv.blocks import blocks_for
+from attar.runtime.kv.store.rotated import CacheBasis
+from attar.runtime.loading import load
+from attar.runtime.runner.modules import Modules
+from attar.runtime.step import StepInput, TokenSpan
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+BLOCK = 16
+MOST = 8.0  # factors are within 1 / MOST and MOST
+ROWS = 8  # of the calibration text
+
+
+class KeyStatistics:
+    """An observer of the modules' attention, as eviction has them: sums over tokens of whole sequences."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, dict[str, Tensor]] = {}
+
+    def observe(self, layer: int, span: TokenSpan, q: Tensor, k: Tensor, *_: Any) -> None:
+        """q (t, h, d) of a sequence over its keys k (t, kv_heads, d)."""
+        k, queries = k.double(), q.double().unflatten(1, (k.shape[1], -1))
+        parts = {
+            "tokens": torch.tensor(float(len(k))),
+            "k": k.sum(0),
+            "kk": k.square().sum(0),
+            "qq": queries.square().sum((0, 2)),
+            "first": k[0],
+            "sequences": torch.tensor(1.0),
+        }
+        known = self.sums.setdefault(layer, {name: torch.zeros_like(part) for name, part in parts.items()})
+        for name, part in parts.items():
+            known[name] += part
+
+    def basis(self) -> CacheBasis:
+        """The formulas above."""
+        layers = [self.sums[layer] for layer in sorted(self.sums)]
+        centers, factors = [], []
+        for seen in layers:
+            mean = seen["k"] / seen["tokens"]
+            spread = (seen["kk"] / seen["tokens"] - mean.square()).clamp(min=0)
+            logs = (seen["qq"] / seen["tokens"]).clamp(min=1e-30).log() - spread.clamp(min=1e-30).log()
+            logs = (logs - logs.mean(-1, keepdim=True)) / 4
+            factors.append(logs.exp().clamp(1 / MOST, MOST))
+            centers.append(torch.stack((mean, seen["first"] / seen["sequences"])))
+        return CacheBasis(torch.stack(centers, 1).float(), torch.stack(factors).float())
+
+
+def calibrate_basis(
+    checkpoint: Checkpoint, batches: Sequence[Tensor], folder: Path, progress: Progress
+) -> dict[str, Any]:
+    """Write the basis of a quantized model's int4 cache into its folder. Returns the entry of its card.
+
+    Args:
+        batches: int64 (B, S) of the calibration text, of which :data:`ROWS` rows are run.
+
+    Raises:
+        ModelError: the modules do not run the model.
+    """
+    rows = [row for batch in batches for row in batch.tolist()][:ROWS]
+    write_basis(basis_over(checkpoint, rows, progress), folder)
+    return {"rows": len(rows), "tokens": sum(map(len, rows))}
+
+
+def basis_over(checkpoint: Checkpoint, rows: Sequence[Sequence[int]], progress: Progress) -> CacheBasis:
+    """The basis of a model over rows of tokens; raises as :func:`calibrate_basis`."""
+    longest = max(map(len, rows))
+    runner = load(
+        checkpoint, runner="modules", kv_dtype="float32", kv_tokens=longest, block_size=BLOCK
+    ).runner
+    assert isinstance(runner, Modules)
+    statistics = KeyStatistics()
+    runner._observer = statistics  # type: ignore[assignment]
+    with progress.task("keys", len(rows)) as task:
+        for row in rows:
+            blocks = tuple(range(blocks_for(len(row), BLOCK)))
+            runner.run(StepInput(row, (TokenSpan(0, 0, len(row), blocks),)))
+            task.advance()
+    return statistics.basis()
