@@ -78,8 +78,10 @@ static inline void to_int4(float* y, std::int64_t dim, std::int64_t padded, bool
         };
         F errors{};
         for (std::int64_t d = 0; d < dim; d += WIDTH) {
-            const F error = fma(code(d), broadcast(step), broadcast(m)) - load(y + d);
-            errors = fma(error, error, errors);
+            float lanes[WIDTH];
+            store(lanes, fma(code(d), broadcast(step), broadcast(m)) - load(y + d));
+            for (std::int64_t i = dim - d; i < WIDTH; i++) lanes[i] = 0.0f;
+            errors = fma(load(lanes), load(lanes), errors);
         }
         const float error = sum_lanes(errors);
         if (!(error < best)) continue;

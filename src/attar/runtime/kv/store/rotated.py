@@ -170,13 +170,11 @@ def _rounded(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         s = ((a + r * b - m.float()) / 15).half().clamp_(min=SMALLEST)
         q = ((y - m.float()) / s.float()).round_().clamp_(0, 15)
         error = (torch.addcmul(m.float(), q, s.float()) - y).square().sum(-1, keepdim=True)
-        found = (error, q, s, m)
-        better = error < best[0] if best else None
-        best = (
-            found
-            if better is None
-            else tuple(torch.where(better, one, other) for one, other in zip(found, best, strict=True))
-        )
+        if best:
+            pairs = zip((error, q, s, m), best, strict=True)
+            best = tuple(torch.where(error < best[0], new, old) for new, old in pairs)
+        else:
+            best = error, q, s, m
     _, q, s, m = best
     return q.to(torch.uint8), s, m
 
