@@ -261,10 +261,7 @@ def speed(options: argparse.Namespace) -> None:
             each = (f"{name} {1000 * statistics.median(rounds):.1f} ms" for name, rounds in times.items())
             medians = ", ".join(each)
             spread = f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
-            print(
-                f"{shape}, {task}: modules {medians['modules']}, compiled {medians['compiled']}, {spread}",
-                flush=True,
-            )
+            print(f"{shape}, {task}: {medians}, {spread}", flush=True)
 
 
 if __name__ == "__main__":

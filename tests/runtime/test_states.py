@@ -89,7 +89,7 @@ def test_completions_with_chunks_preemption_and_drafts(family, speculate):
     assert not model.engine.runner.states.sequences
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("lfm2 compiled", marks=COMPILER)])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5 compiled", marks=COMPILER)])
 def test_samples_fork_the_states_of_their_prompt(family):
     plain, model = llm(family, blocks=64)
     text = prompts(plain)[0]
@@ -100,7 +100,7 @@ def test_samples_fork_the_states_of_their_prompt(family):
     assert len({sample.token_ids for sample in together.samples}) == 3
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("lfm2 compiled", marks=COMPILER)])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5 compiled", marks=COMPILER)])
 def test_a_cancelled_request_leaves_no_state(family):
     plain, model = llm(family)
     engine = model.engine
@@ -118,7 +118,9 @@ def test_a_cancelled_request_leaves_no_state(family):
     ("family", "at"),
     [
         ("lfm2", 28),
-        pytest.param("lfm2 compiled", 16, marks=COMPILER),
+        pytest.param("lfm2 compiled", 16, marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("qwen3_5 compiled", 16, marks=COMPILER),
+        pytest.param("mamba2 compiled", 16, marks=(COMPILER, pytest.mark.slow)),
         pytest.param("qwen3_5", 28, marks=pytest.mark.slow),
     ],
 )
