@@ -292,8 +292,10 @@ class _LayerTensors:
                 mlp["gate_up"] = self.product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
                 mlp["down"] = self._added(self.product("mlp.", ("down_proj",)))
         if mixture is not None:
-            down, shared = tuple(map(self._added, mixture.down)), self._added(mixture.shared_down)
-            mlp["mixture"] = self.packer.mixture(replace(mixture, down=down, shared_down=shared))
+            if _multiplier(self.config, "residual_multiplier") != 1.0:
+                down, shared = tuple(map(self._added, mixture.down)), self._added(mixture.shared_down)
+                mixture = replace(mixture, down=down, shared_down=shared)
+            mlp["mixture"] = self.packer.mixture(mixture)
         return LayerWeights(
             before_attention=self._norm("input_layernorm"),
             after_attention=self._norm("post_attention_layernorm") if gemma else None,
