@@ -166,7 +166,7 @@ def searched(tool: str, bits: float, options: argparse.Namespace, out: Path) -> 
 def llama_cpp_mix(kind: str, options: argparse.Namespace, out: Path) -> tuple[int, float]:
     """A mix of llama.cpp's, made by llama.cpp with an importance matrix."""
     common = {"samples": SAMPLES, "sequence_length": LENGTH, "data": options.data, "seed": 0}
-    file, work = out.with_suffix(f".{kind}.gguf"), options.out
+    file, work = out.with_name(f"{out.name}.gguf"), options.out
     gguf_files.make(options.model, gguf_files.PEER, "imatrix", kind, file, common, work, 0)
     settings = EvaluateSettings(
         data=options.test or options.data, tokens=options.tokens, speed=False, sample=""
@@ -184,7 +184,7 @@ def run_stage(stage: dict[str, Any], options: argparse.Namespace, out: Path) -> 
         "evaluate": evaluation(options),
         "stages": [stage],
     }
-    path = out.with_suffix(".yaml")
+    path = out.with_name(f"{out.name}.yaml")
     path.write_text(yaml.safe_dump({**recipe, "stages": [stage]}, sort_keys=False))
     result = attar.run(path, out, progress=False)
     entry = result.content["stages"][-1]
