@@ -47,7 +47,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 X86 = platform.machine().lower() in ("x86_64", "amd64", "i686")  # there -mcpu only tunes
 NATIVE = ("-march=native",) if X86 else ("-march=native", "-mcpu=native")  # some ARM compilers know only that
-TIMEOUT = 300.0  # seconds
+TIMEOUT = 1200.0  # seconds: a slow machine that was busy took more than 300
 KEPT = 8  # libraries of a name, the most recently used: a home may be shared by machines
 
 logger = logging.getLogger(__name__)
