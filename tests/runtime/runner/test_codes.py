@@ -102,5 +102,7 @@ def test_inputs_are_not_changed():
 
 
 def test_biases_of_fused_rows():
-    assert _joined([None, None], [3, 2]) is None
-    assert _joined([None, torch.ones(2).half()], [3, 2]).tolist() == [0, 0, 0, 1, 1]
+    assert _joined([None, None], [3, 2], slice(None)) is None
+    biases = [None, torch.tensor([1, 2]).half()]
+    assert _joined(biases, [3, 2], slice(None)).tolist() == [0, 0, 0, 1, 2]
+    assert _joined(biases, [3, 2], torch.tensor([4, 0, 3])).tolist() == [2, 0, 1]

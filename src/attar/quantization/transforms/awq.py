@@ -120,7 +120,7 @@ def search_scale(
     for step in range(points):
         alpha = step / points
         for divisor in (None, w) if weighted else (None,):
-            s = scale_at(m, alpha, divisor)
+            s = share(scale_at(m, alpha, divisor))
             error = sum_of_errors(few, grids, H, s)
             if error < least:
                 best, least = (s, alpha, divisor is not None), error
