@@ -93,7 +93,7 @@ def migration(
     w = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
     x, w = share(informed(x.float())).clamp(min=SMALLEST), share(w).clamp(min=SMALLEST)
     s = x.pow(alpha) / w.pow(1.0 - alpha)
-    return share(s).clamp(min=SMALLEST)  # powers of equal numbers differ in a bit, in a vector and behind the last
+    return share(s).clamp(min=SMALLEST)  # powers of equal numbers may differ in a bit
 
 
 def search_migration(
