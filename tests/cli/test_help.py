@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -32,14 +31,10 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_help_lists_every_verb_at_once() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run("--help")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0 and done.stderr == ""
     for verb, (summary, _) in VERBS.items():
         assert re.search(rf"^  {verb} +{re.escape(summary)}$", done.stdout, re.MULTILINE)
-    # processor time: on a machine that does nothing else, that is how long it takes
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 def test_no_help_imports_anything_heavy() -> None:
