@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attar.checkpoint.open import open_checkpoint
-from attar.errors import CheckpointError, SettingsError
-from attar.quantization.kv_basis import KeyStatistics
+from attar.errors import CheckpointError, ModelError, SettingsError
+from attar.quantization.kv_basis import KeyStatistics, check_cache
 from attar.quantization.plan import plan
 from attar.quantization.stage import quantize
 from attar.runtime.kv.basis_file import read_basis
@@ -54,7 +54,16 @@ def test_a_checkpoint_keeps_it_and_the_runtime_reads_it(tmp_path):
     assert quantized.fingerprint() != before
 
 
-def test_what_has_no_basis_is_refused(tmp_path):
-    folder = tiny_models.save(tiny_models.build("deepseek_v3"), tmp_path / "latents")
-    with pytest.raises(SettingsError, match=r"kv_cache is 'int4'.*latents"):
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("deepseek_v3", "latents"), ("mamba2", "no keys"), ("gemma4", "one shape for all layers")],
+)
+def test_what_has_no_basis_is_refused_before_any_work(family, reason, tmp_path):
+    folder = tiny_models.save(tiny_models.build(family), tmp_path / "model")
+    with pytest.raises((SettingsError, ModelError), match=reason):
         plan(open_checkpoint(folder), settings_for(kv_cache="int4").storage)
+
+
+def test_a_model_whose_code_reads_its_weights_is_not_refused():
+    config = tiny_models.build("gpt2").config.to_dict()
+    check_cache(config)

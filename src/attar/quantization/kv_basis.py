@@ -14,18 +14,20 @@ they are stored is done here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from attar.errors import SettingsError
 from attar.progress import Progress
 from attar.runtime.kv.basis_file import write_basis
 from attar.runtime.kv.blocks import blocks_for
 from attar.runtime.kv.store.rotated import CacheBasis
 from attar.runtime.loading import load
+from attar.runtime.runner.kept_shapes import probed_shape
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 
@@ -70,6 +72,27 @@ class KeyStatistics:
             factors.append(logs.exp().clamp(1 / MOST, MOST))
             centers.append(torch.stack((mean, seen["first"] / seen["sequences"])))
         return CacheBasis(torch.stack(centers, 1).float(), torch.stack(factors).float())
+
+
+def check_cache(config: Mapping[str, Any]) -> None:
+    """Refuse a model whose keys have no basis, before any work, by its ``config.json``.
+
+    Raises:
+        SettingsError: no keys, or latents, or heads of an odd width.
+        ModelError: the runtime does not run the model, or its layers' heads differ.
+    """
+    try:
+        shape, reason = probed_shape(config), ""
+    except (RuntimeError, TypeError):  # GPT-2 needs its weights to be run: the runtime decides at the end
+        return
+    if not shape.layers:
+        reason = "keeps no keys and values"
+    elif shape.latent:
+        reason = "keeps latents (MLA)"
+    elif shape.head_dim % 2:
+        reason = "has heads of an odd width"
+    if reason:
+        raise SettingsError("kv_cache", "int4", f"none: {config.get('model_type')} {reason}")
 
 
 def calibrate_basis(

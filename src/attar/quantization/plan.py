@@ -25,6 +25,7 @@ from attar.models.loading.single_experts import SingleExperts, single_experts
 from attar.models.loading.stored import stored_names
 from attar.patterns import RegexError, check
 from attar.quantization.grids import Grid
+from attar.quantization.kv_basis import check_cache
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
 from attar.quantization.settings import StorageSettings
 
@@ -145,7 +146,9 @@ def plan(
         sites[stored] = LayerPlan(module, shapes[module], transposed, scheme.grid(kind), scheme, kind)
     order = {name: number for number, name in enumerate(checkpoint.tensors)}
     sites = {name: sites[name] for name in sorted(sites, key=order.__getitem__)}
-    cache = _kv_cache(anatomy, settings.kv_cache, latents=bool(checkpoint.config.get("kv_lora_rank")))
+    cache = _kv_cache(anatomy, settings.kv_cache)
+    if settings.kv_cache == "int4":
+        check_cache(checkpoint.config)
     static = cache is not None and not cache.dynamic
     caches = {names[f"{b.attention.k.name}.weight"]: b.attention.name for b in anatomy.blocks if static}
     table = names[f"{anatomy.embedding}.weight"]
@@ -374,7 +377,7 @@ def _check_alone(chosen: Mapping[str, QuantizationScheme], settings: StorageSett
             raise SettingsError(name, getattr(settings, name), allowed)
 
 
-def _kv_cache(anatomy: Anatomy, name: str, *, latents: bool) -> ActivationRule | None:
+def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
     """The rule for keys and values; a group is one head."""
     if name not in KV_CACHES:
         raise SettingsError("kv_cache", name, " or ".join(KV_CACHES))
@@ -384,8 +387,6 @@ def _kv_cache(anatomy: Anatomy, name: str, *, latents: bool) -> ActivationRule |
     if not anatomy.causal:
         raise SettingsError("kv_cache", name, f"none: {anatomy.family} keeps no keys and values")
     if rule is None:
-        if latents:
-            raise SettingsError("kv_cache", name, f"none: {anatomy.family} keeps latents (MLA)")
         return None
     widths = sorted({block.attention.head_dim for block in anatomy.blocks})
     if rule.strategy == "group" and len(widths) > 1:

@@ -19,6 +19,8 @@ from attar.runtime.kv.state_snapshots import BYTES
 if TYPE_CHECKING:
     import torch
 
+    from attar.runtime.runner.probe import ModelShape
+
 _CALLS = ("update_conv_state(", "update_recurrent_state(")  # of transformers' cache
 
 
@@ -37,22 +39,35 @@ def kept_shapes(
     """
     if not may_carry_states(config):
         return layer_shapes(config), 0
+    from attar.models.loading.configs import first_line
+
+    try:
+        shape = probed_shape(config, dtype)
+    except (RuntimeError, TypeError) as error:
+        message = f"{config.get('model_type')}: its states cannot be counted by its config"
+        raise ModelError(f"{message}: {first_line(error)}") from error
+    sizes = shape.kv_heads, shape.head_dim
+    return tuple(LayerShape(*sizes, window, shape.latent) for window in shape.windows), shape.state_bytes
+
+
+def probed_shape(
+    config: Mapping[str, Any], dtype: torch.dtype | Literal["float32"] | None = "float32"
+) -> ModelShape:
+    """What the modules runner keeps of a model, found without its weights. Arguments as above.
+
+    Raises:
+        ModelError: the runtime does not run such a model.
+        RuntimeError, TypeError: its code reads numbers, of which there are none.
+    """
     import torch
 
-    from attar.models.loading.configs import first_line
     from attar.models.loading.empty import empty_model
     from attar.runtime.runner.probe import probe
 
     model = empty_model(config).to(device="meta", dtype=torch.float32 if dtype == "float32" else dtype)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its shapes do not depend on numbers
-    try:
-        shape = probe(model)
-    except (RuntimeError, TypeError) as error:
-        message = f"{config.get('model_type')}: its states cannot be counted by its config"
-        raise ModelError(f"{message}: {first_line(error)}") from error
-    sizes = shape.kv_heads, shape.head_dim
-    return tuple(LayerShape(*sizes, window, shape.latent) for window in shape.windows), shape.state_bytes
+    return probe(model)
 
 
 def states_in_memory(state_bytes: int, sequences: int, *, prefix_cache: bool | None = None) -> int:
