@@ -18,12 +18,14 @@ import torch
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.cli.main import call
-from attar.errors import CheckpointError, ModelError, UsageError
+from attar.errors import CheckpointError, ModelError, OutputError, UsageError
+from attar.planner import cuts
 from attar.planner import losses as losses_module
 from attar.planner.costs import EMBEDDING, GroupProduct, layer_groups, main_scheme, schemes_of, weight_costs
+from attar.planner.cuts import cuts_folder
 from attar.planner.gguf_costs import gguf_costs
 from attar.planner.page import command_of
-from attar.planner.settings import SCHEMES_OF
+from attar.planner.settings import SCHEMES_OF, PlanSettings
 from attar.planner.speed import products_of
 from attar.quantization.plan import plan as plan_layers
 from attar.quantization.settings import StorageSettings
@@ -242,6 +244,26 @@ def test_a_plan_cuts_where_a_cut_and_more_bits_lose_less(
     recipe = result.content["recipe"]
     assert recipe["measured"]["bytes"] == recipe["predicted"]["bytes"] == cut.point.file_bytes
     assert not [path for path in (tmp_path / "cache/cuts").glob("*/*") if path.is_dir()]
+
+
+def test_one_plan_at_a_time_has_the_cuts_of_a_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a plan removed what another was reading; one that fails leaves what it made to the next."""
+    monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
+    settings = PlanSettings(size="1MB", prune="0.2", data="python-stdlib")
+    checkpoint = open_checkpoint(model)
+    with pytest.raises(KeyError), cuts_folder(checkpoint, settings) as folder:
+        (folder / "0.2").mkdir()
+        raise KeyError
+    with monkeypatch.context() as context, pytest.raises(OutputError, match="another plan"):
+        context.setattr(cuts, "try_lock", lambda descriptor: False)
+        with cuts_folder(checkpoint, settings):
+            pass
+    assert (folder / "0.2").exists()
+    with cuts_folder(checkpoint, settings):
+        pass
+    assert not (folder / "0.2").exists() and folder.exists()
 
 
 @pytest.mark.slow

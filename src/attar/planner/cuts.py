@@ -13,8 +13,8 @@ Letters: g a group; o its option.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.atomic import explain_os_errors, open_own, try_lock
 from attar.checkpoint.card import Card
 from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.data.sources import fingerprint
 from attar.distillation.settings import recover_settings
 from attar.distillation.stage import recover
+from attar.errors import OutputError
 from attar.models.anatomy.discover import discover
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model
@@ -131,17 +133,22 @@ def _existing(out: Path, make: Callable[[Path], Any]) -> Path:
     return out
 
 
-def cuts_folder(checkpoint: Checkpoint, settings: PlanSettings) -> Path:
-    """The folder of a model's cuts in the user's cache, by model, text and version."""
+@contextmanager
+def cuts_folder(checkpoint: Checkpoint, settings: PlanSettings) -> Iterator[Path]:
+    """The folder of a model's cuts in the user's cache, by model, text and version, for this process alone.
+    A plan that ends well removes the models; the scan stays.
+
+    Raises:
+        OutputError: another process plans with it, or it cannot be written.
+    """
     key = [checkpoint.fingerprint(), fingerprint(settings.data), settings.seed, __version__]
     folder = cache_folder().parent / "cuts" / sha256_text(canonical_json(key))[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def remove_cuts(folder: Path) -> None:
-    """Remove the models of a plan that is done; the scan stays."""
-    with suppress(OSError):
+    with explain_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with open_own(folder / "lock") as lock:
+        if not try_lock(lock.fileno()):
+            raise OutputError(f"{folder}: another plan tries cuts of this model", hint="run one at a time")
+        yield folder
         for path in [*folder.iterdir()]:
             if path.is_dir():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)

@@ -26,7 +26,7 @@ from attar.models.loading.stored import stored_precision
 from attar.planner.additivity import corrected_losses
 from attar.planner.correction import PredictedKL, predicted_kl
 from attar.planner.costs import EMBEDDING, StepTimes, kv_bytes, layer_groups, weight_costs
-from attar.planner.cuts import CutModel, cut_model_of, cuts_folder, remove_cuts
+from attar.planner.cuts import CutModel, cut_model_of, cuts_folder
 from attar.planner.gguf_costs import GGUFCosts, PlanCosts, gguf_costs
 from attar.planner.losses import Losses, integer_grids
 from attar.planner.result import Plan, PlanRow, recipe_of
@@ -145,42 +145,39 @@ class _Planner:
         self, branch: PlanBranch, point: PlanPoint | None, joint: dict[tuple[Any, ...], PlanPoint]
     ) -> tuple[PlanBranch, PlanPoint | None, dict[tuple[Any, ...], PlanPoint], list[str]]:
         """The best of the whole model and of its cuts, each with its own bits; and what cuts came to."""
-        settings, lines, uncut = self.settings, list[str](), branch.losses
+        settings, lines = self.settings, list[str]()
         if not settings.shares:
             if point is not None and point.loss > WORTH_CUTTING:
                 lines.append("--prune 0.1,0.25 --recover-tokens 1000000 would try cut models too")
             return branch, point, joint, lines
-        folder, smallest = (
-            cuts_folder(self.checkpoint, settings),
-            not settings.bytes and settings.kl < math.inf,
-        )
-        for share in settings.shares:
-            try:
-                cut = cut_model_of(self.checkpoint, share, settings, folder, self.progress)
-                costs = self._costs(cut.checkpoint)
-            except (ModelError, SettingsError, UsageError) as error:
-                lines.append(f"without {share:.0%} of its parameters: not possible: {error.message}")
-                continue
-            losses = cut.losses(uncut, costs, self._grids(costs))
-            times = self._times(cut.checkpoint, costs) if settings.speed else None
-            other = self._branch(costs, losses, self._kv(cut.checkpoint), times, cut)
-            alone, after = other.solver.cut_loss, " after recovery" if settings.recover_tokens else ""
-            line = (
-                f"{cut.text} ({share:.0%} of the parameters cut): a KL of {alone:.3g}{after} before any bits"
-            )
-            hopeless = point is not None and not smallest and alone >= point.loss
-            solved = None if hopeless or self._kl(alone, alone).kl > settings.kl else self._settled(other)
-            if solved is None:
-                lines.append(f"{line}, more than all that the plan may lose: not taken")
-                if hopeless and not settings.recover_tokens:
-                    break  # a larger cut loses more
-                continue
-            other, solved, measured = self._checked(other, solved)
-            better = point is None or _better(solved, point, smallest)
-            lines.append(f"{line}, {solved.loss:.3g} with them: {'taken' if better else 'not taken'}")
-            if better:
-                branch, point, joint = other, solved, measured
-        remove_cuts(folder)
+        uncut, smallest = branch.losses, not settings.bytes and settings.kl < math.inf
+        with cuts_folder(self.checkpoint, settings) as folder:
+            for share in settings.shares:
+                try:
+                    cut = cut_model_of(self.checkpoint, share, settings, folder, self.progress)
+                    costs = self._costs(cut.checkpoint)
+                    times = self._times(cut.checkpoint, costs)
+                except (ModelError, SettingsError, UsageError) as error:
+                    lines.append(f"without {share:.0%} of its parameters: not possible: {error.message}")
+                    continue
+                losses = cut.losses(uncut, costs, self._grids(costs))
+                other = self._branch(costs, losses, self._kv(cut.checkpoint), times, cut)
+                alone, after = other.solver.cut_loss, " after recovery" if settings.recover_tokens else ""
+                line = (
+                    f"{cut.text} ({share:.0%} of the parameters cut): a KL of {alone:.3g}{after} before bits"
+                )
+                hopeless = point is not None and not smallest and alone >= point.loss
+                solved = None if hopeless or self._kl(alone, alone).kl > settings.kl else self._settled(other)
+                if solved is None:
+                    lines.append(f"{line}, more than all that the plan may lose: not taken")
+                    if hopeless and not settings.recover_tokens:
+                        break  # a larger cut loses more
+                    continue
+                other, solved, measured = self._checked(other, solved)
+                better = point is None or _better(solved, point, smallest)
+                lines.append(f"{line}, {solved.loss:.3g} with them: {'taken' if better else 'not taken'}")
+                if better:
+                    branch, point, joint = other, solved, measured
         return branch, point, joint, lines
 
     def _times(self, checkpoint: Checkpoint, costs: PlanCosts) -> StepTimes | None:
