@@ -46,7 +46,7 @@ def test_jsonl_with_names_numbers_and_pairs(tmp_path):
         jsonl(tmp_path / "a.jsonl", {"text": "x", "label": "a"}, {"text": "y", "text_pair": "z", "label": 3})
     )
     assert [(row.text, row.pair, row.label) for row in rows] == [("x", "", "a"), ("y", "z", 3)]
-    assert has_labels("whole:a.tsv") and not has_labels("a.txt")
+    assert has_labels("whole:a.tsv") and not has_labels("a.txt") and not has_labels("a.txt + b.tsv")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import torch
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.data.seen import RUN, contained, sketch
-from attar.data.sources import UNSPLIT
+from attar.data.sources import UNSPLIT, sources
 from attar.data.splits import BY_HASH, SPLITS, split_of
 from attar.data.words import Hashes, run_hashes, words
 from attar.errors import DataError, ModelError
@@ -65,8 +65,8 @@ class LabelledSplit:
 
 
 def has_labels(data: str) -> bool:
-    """Whether a source is a file that holds labelled texts, by its name."""
-    return Path(data.removeprefix(UNSPLIT)).suffix == ".tsv"
+    """Whether a source is a file that holds labelled texts, by its name; a mixture's are read as texts."""
+    return len(sources(data)) == 1 and Path(data.removeprefix(UNSPLIT)).suffix == ".tsv"
 
 
 def read_labelled(data: str) -> list[LabelledText]:
