@@ -1,4 +1,4 @@
-"""Cut models beside the whole one: depth and width as choices of a plan.
+"""Models cut in depth and width, as choices of a plan.
 
     KL(cut, then coded) ~ c + sum_g loss[g, o_g]          c the KL of the cut model
 

@@ -5,8 +5,8 @@
                                uniform grid is a quarter for each further bit
 
 Only options that a plan may choose need a measurement: :meth:`Losses.measure` is called with those that a
-choice took, until a choice takes measured ones alone. A choice as a whole is kept too, in a file beside. A
-killed run goes on after the last measurement.
+choice took, until a choice takes measured ones alone. What a whole choice costs is kept in a second file.
+A killed run goes on after the last measurement.
 
     {"format": "attar wholes", "version": 1, "measurements": {hash of the choice: [KL, flips]}}
 
@@ -174,7 +174,7 @@ class Losses:
 
     @property
     def model_parts(self) -> tuple[str, ...]:
-        """What the measured model is beside the original; empty: it is the original."""
+        """What tells the measured model from the original; empty: it is the original."""
         return ()
 
     def _joint(self, grids: Mapping[str, Grid], kv_dtype: str) -> JointLoss:
