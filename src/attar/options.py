@@ -18,6 +18,16 @@ from attar.errors import SettingsError
 T = TypeVar("T")
 
 
+def setting(default: Any, help: str, choices: tuple[Any, ...] = (), **metadata: Any) -> Any:
+    """The dataclass field of an option.
+
+    Args:
+        choices: the allowed values; empty: any.
+        metadata: see :class:`attar.settings.SettingField`.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, **metadata})
+
+
 @dataclass(frozen=True)
 class OptionField:
     """One option of a settings class.
@@ -146,9 +156,21 @@ def _chosen(cls: type, field: dataclasses.Field[Any], values: Mapping[str, Any])
     return chosen
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], word: str = "and") -> str:
     """Names as a sentence has them: ``a``, ``a and b``, ``a, b and c``."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def check_at_least(settings: Any, **least: float) -> None:
+    """Check fields of a settings dataclass, None aside, against the smallest value that each may have.
+
+    Raises:
+        SettingsError: names the first field whose value is below.
+    """
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= bound:  # NaN too
+            raise SettingsError(name, value, f"at least {bound}")
 
 
 def check_choices(settings: Any) -> None:
@@ -160,4 +182,4 @@ def check_choices(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value, choices = getattr(settings, field.name), field.metadata.get("choices", ())
         if choices and value not in choices:
-            raise SettingsError(field.name, value, " or ".join(map(str, choices)))
+            raise SettingsError(field.name, value, listed([str(choice) for choice in choices], "or"))

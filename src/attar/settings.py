@@ -1,7 +1,7 @@
 """One settings dataclass for recipes, command-line options, Python keywords and documentation.
 
-A settings class is a frozen dataclass; nested ones count as their fields (attar/options.py). Each field has a
-default and metadata: ``help``, ``choices``. Ranges are checked in ``__post_init__`` by raising
+A settings class is a frozen dataclass; nested ones count as their fields (attar/options.py), and
+:func:`attar.options.setting` makes a field. Ranges are checked in ``__post_init__`` by raising
 :class:`attar.errors.SettingsError`. Field types: ``int``,
 ``float``, ``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
 
@@ -214,7 +214,7 @@ def _value(setting: SettingField, value: object, origin: SettingsOrigin) -> Any:
                 names = [str(choice) for choice in setting.choices]
                 close = nearest(str(item), names)
                 hint = setting.hint(str(item)) or (close and f"did you mean {close!r}?")
-                raise origin.wrong(setting.name, item, _either(names), hint)
+                raise origin.wrong(setting.name, item, listed(names, "or"), hint)
     return result
 
 
@@ -225,10 +225,6 @@ def _choice(setting: SettingField, value: object) -> object:
     if isinstance(value, str) and value.upper() in setting.aliases and value not in setting.choices:
         return setting.aliases[value.upper()]
     return text if isinstance(value, bool) and text in setting.choices else value
-
-
-def _either(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
 def _convert(kind: Any, value: object, text: bool) -> Any:

@@ -9,13 +9,13 @@ unknown is a warning, duties are printed. The data of the licences ages: it warn
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 
 from attar.checkpoint.card import Parent
 from attar.checkpoint.licences import UNKNOWN, Duties, LicenceSource, age_in_days, duties, entries
 from attar.errors import LicenceError, SettingsError, did_you_mean
-from attar.options import flatten
+from attar.options import flatten, setting
 from attar.progress import Progress
 
 STALE_DAYS = 180
@@ -26,15 +26,10 @@ STALE_DAYS = 180
 class LicenceSettings:
     """The acceptance of licences that forbid the work."""
 
-    accept_licence: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "id of a licence that forbids this, where you have a right of your own; --reason too"
-        },
+    accept_licence: tuple[str, ...] = setting(
+        (), "id of a licence that forbids this, where you have a right of your own; --reason too"
     )
-    reason: str = field(
-        default="", metadata={"help": "why its licence is accepted: the card and every later card keep it"}
-    )
+    reason: str = setting("", "why its licence is accepted: the card and every later card keep it")
 
     def __post_init__(self) -> None:
         if self.accept_licence and not self.reason.strip():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from attar.cluster.tasks import Resources
 from attar.errors import SettingsError
+from attar.options import setting
 
 RAY = "ray://"
 
@@ -14,21 +15,15 @@ RAY = "ray://"
 class ClusterSettings:
     """Where work runs, and what each task of it asks of a machine."""
 
-    on: str = field(
-        default="",
-        metadata={
-            "help": "a Ray cluster: local starts one on this machine, auto joins this machine's, "
-            "ray://HOST:PORT is another; empty: processes of this machine"
-        },
+    on: str = setting(
+        "",
+        "a Ray cluster: local starts one on this machine, auto joins this machine's, "
+        "ray://HOST:PORT is another; empty: processes of this machine",
     )
-    jobs: int = field(
-        default=1, metadata={"help": "processes side by side on this machine; actors of a Ray cluster"}
-    )
-    cpus: int = field(default=1, metadata={"help": "processors of a task on a Ray cluster"})
-    gpus: float = field(default=0.0, metadata={"help": "GPUs of a task on a Ray cluster, or a part of one"})
-    memory_gb: float = field(
-        default=0.0, metadata={"help": "memory of a task on a Ray cluster, in 10^9 bytes; 0: not asked for"}
-    )
+    jobs: int = setting(1, "processes side by side on this machine; actors of a Ray cluster")
+    cpus: int = setting(1, "processors of a task on a Ray cluster")
+    gpus: float = setting(0.0, "GPUs of a task on a Ray cluster, or a part of one")
+    memory_gb: float = setting(0.0, "memory of a task on a Ray cluster, in 10^9 bytes; 0: not asked for")
 
     def __post_init__(self) -> None:
         known = self.on in ("", "local", "auto") or (self.on.startswith(RAY) and len(self.on) > len(RAY))

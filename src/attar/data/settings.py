@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from attar.errors import SettingsError
+from attar.options import setting
 
 BOS = ("auto", "always", "never")
 LARGEST_SEED = 2**63 - 1
@@ -18,17 +18,15 @@ SOURCES = (
 
 def data_field() -> Any:
     """The dataclass field ``data``."""
-    return field(default="auto", metadata={"help": SOURCES})
+    return setting("auto", SOURCES)
 
 
 def bos_field() -> Any:
     """The dataclass field ``bos``."""
-    return field(
-        default="auto",
-        metadata={
-            "help": "the tokenizer's BOS in front of every row; auto: where the tokenizer itself puts one",
-            "choices": BOS,
-        },
+    return setting(
+        "auto",
+        "the tokenizer's BOS in front of every row; auto: where the tokenizer itself puts one",
+        choices=BOS,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
+from attar.options import check_choices, setting
 from attar.patterns import RegexError, check
 from attar.quantization.settings import AUTO_BITS, HELD_OUT, STEPS, TUNE_TOKENS
 from attar.walks.settings import check_range
@@ -53,129 +54,85 @@ ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
 class ExportSettings:
     """Write a checkpoint for another engine, and read it back to be sure that it will load there."""
 
-    format: str = field(
-        default="compressed-tensors",
-        metadata={
-            "help": "dense: ordinary safetensors; gguf: llama.cpp, also where OUT is a file NAME.gguf; "
-            "compressed-tensors, gptq, awq, bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and "
-            "vLLM; mxfp4: gpt-oss as it is published; exl2, exl3: ExLlamaV2 and V3; mlx: mlx-lm on Macs; "
-            "draft heads: speculators: vLLM; "
-            "deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM, EAGLE; medusa: Medusa",
-            "choices": FORMATS,
-        },
+    format: str = setting(
+        "compressed-tensors",
+        "dense: ordinary safetensors; gguf: llama.cpp, also where OUT is a file NAME.gguf; "
+        "compressed-tensors, gptq, awq, bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and "
+        "vLLM; mxfp4: gpt-oss as it is published; exl2, exl3: ExLlamaV2 and V3; mlx: mlx-lm on Macs; "
+        "draft heads: speculators: vLLM; "
+        "deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM, EAGLE; medusa: Medusa",
+        choices=FORMATS,
     )
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "dense, mlx: number type of the tensors; auto: as stored, and bfloat16 for a GGUF "
-            "file with quantized blocks; float32 keeps their decoded values exactly",
-            "choices": DTYPES,
-        },
+    dtype: str = setting(
+        "auto",
+        "dense, mlx: number type of the tensors; auto: as stored, and bfloat16 for a GGUF "
+        "file with quantized blocks; float32 keeps their decoded values exactly",
+        choices=DTYPES,
     )
-    type: str = field(
-        default="auto",
-        metadata={
-            "help": "gguf: a mix or one type: Q4_K_M, Q6_K, Q8_0, F16 ...; auto: what the checkpoint "
-            "holds, its codes untouched, dense tensors as they are; mlx: mxfp4, nvfp4 or mxfp8 for what is "
-            "dense"
-        },
+    type: str = setting(
+        "auto",
+        "gguf: a mix or one type: Q4_K_M, Q6_K, Q8_0, F16 ...; auto: what the checkpoint "
+        "holds, its codes untouched, dense tensors as they are; mlx: mxfp4, nvfp4 or mxfp8 for what is "
+        "dense",
     )
-    bits: float = field(
-        default=0.0,
-        metadata={
-            "help": "gguf, exl2: average stored bits a weight; each tensor's type is chosen by its measured "
-            "sensitivity. 0: off; exl3: bits of every Linear, 1 to 8; mlx: bits of what is dense, 2, 3, 4, "
-            "5, 6 or 8; 0: 4 for a dense checkpoint, else it stays dense"
-        },
+    bits: float = setting(
+        0.0,
+        "gguf, exl2: average stored bits a weight; each tensor's type is chosen by its measured "
+        "sensitivity. 0: off; exl3: bits of every Linear, 1 to 8; mlx: bits of what is dense, 2, 3, 4, "
+        "5, 6 or 8; 0: 4 for a dense checkpoint, else it stays dense",
     )
-    group_size: int = field(
-        default=0,
-        metadata={"help": "mlx: inputs that share a scale; 0: 64", "choices": (0, 32, 64, 128)},
+    group_size: int = setting(0, "mlx: inputs that share a scale; 0: 64", choices=(0, 32, 64, 128))
+    size: str = setting("", "gguf: the same with the size of the file, such as 4.5GB; empty: off")
+    rounding: str = setting(
+        "nearest",
+        "gguf: how weights are rounded on the types' grids; all but nearest run the "
+        "calibration text through the model",
+        choices=ROUNDINGS,
     )
-    size: str = field(
-        default="", metadata={"help": "gguf: the same with the size of the file, such as 4.5GB; empty: off"}
+    effort: str = setting(
+        "auto",
+        "gguf: time for quality at the same bytes: good, best: behind any rounding 16 or 32 "
+        "steps in which the blocks' float16 scales, norms and biases learn end to end from the original; "
+        "fast: none; auto: good behind a rounding that reads text where most weights have 3 bits, "
+        "else fast",
+        choices=("auto", *STEPS),
     )
-    rounding: str = field(
-        default="nearest",
-        metadata={
-            "help": "gguf: how weights are rounded on the types' grids; all but nearest run the "
-            "calibration text through the model",
-            "choices": ROUNDINGS,
-        },
+    imatrix: str = setting(
+        "auto",
+        "gguf: importance of each input for the search of scales: a file of llama.cpp's; "
+        "compute: from the calibration text; none; auto: from its first sequences, with rounding nearest "
+        "and types below 8 bits (the other roundings see the inputs themselves)",
     )
-    effort: str = field(
-        default="auto",
-        metadata={
-            "help": "gguf: time for quality at the same bytes: good, best: behind any rounding 16 or 32 "
-            "steps in which the blocks' float16 scales, norms and biases learn end to end from the original; "
-            "fast: none; auto: good behind a rounding that reads text where most weights have 3 bits, "
-            "else fast",
-            "choices": ("auto", *STEPS),
-        },
+    overrides: tuple[str, ...] = setting(
+        (), "gguf: PATTERN=TYPE for some tensors, by a regular expression on llama.cpp's names"
     )
-    imatrix: str = field(
-        default="auto",
-        metadata={
-            "help": "gguf: importance of each input for the search of scales: a file of llama.cpp's; "
-            "compute: from the calibration text; none; auto: from its first sequences, with rounding nearest "
-            "and types below 8 bits (the other roundings see the inputs themselves)"
-        },
+    pretokenizer: str = setting(
+        "", "gguf: llama.cpp's name of the tokenizer's splitting rule, where it is not recognised"
     )
-    overrides: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "gguf: PATTERN=TYPE for some tensors, by a regular expression on llama.cpp's names"
-        },
+    max_file: str = setting("", "gguf: split into files of this size, such as 40GB; empty: one file")
+    target: str = setting(
+        "", "draft heads: the model that the head drafts for, where its folder names none that is here"
     )
-    pretokenizer: str = field(
-        default="",
-        metadata={
-            "help": "gguf: llama.cpp's name of the tokenizer's splitting rule, where it is not recognised"
-        },
-    )
-    max_file: str = field(
-        default="", metadata={"help": "gguf: split into files of this size, such as 40GB; empty: one file"}
-    )
-    target: str = field(
-        default="",
-        metadata={
-            "help": "draft heads: the model that the head drafts for, where its folder names none that is "
-            "here"
-        },
-    )
-    head_bits: int = field(
-        default=6, metadata={"help": "exl2, exl3: bits of the head", "choices": (6, 8, 16)}
-    )
-    samples: int = field(default=128, metadata={"help": "calibration sequences, where a rounding needs them"})
-    sequence_length: int = field(
-        default=512, metadata={"help": "tokens in a calibration sequence, at most the context"}
-    )
-    batch_size: int = field(default=8, metadata={"help": "sequences at once"})
+    head_bits: int = setting(6, "exl2, exl3: bits of the head", choices=(6, 8, 16))
+    samples: int = setting(128, "calibration sequences, where a rounding needs them")
+    sequence_length: int = setting(512, "tokens in a calibration sequence, at most the context")
+    batch_size: int = setting(8, "sequences at once")
     data: str = data_field()
     bos: str = bos_field()
-    precision: str = field(
-        default="auto",
-        metadata={
-            "help": "of the passes over the calibration text; auto: bf16 where the device has it",
-            "choices": ("auto", "fp32", "bf16"),
-        },
+    precision: str = setting(
+        "auto",
+        "of the passes over the calibration text; auto: bf16 where the device has it",
+        choices=("auto", "fp32", "bf16"),
     )
-    device: str = field(
-        default="auto", metadata={"help": "cpu, cuda, cuda:0; auto: a GPU where there is one"}
-    )
-    seed: int = field(default=0, metadata={"help": "of the choice of calibration text"})
+    device: str = setting("auto", "cpu, cuda, cuda:0; auto: a GPU where there is one")
+    seed: int = setting(0, "of the choice of calibration text")
 
     def __post_init__(self) -> None:
         check_text(self)
-        choices = {"format": FORMATS, "dtype": DTYPES, "rounding": ROUNDINGS, "effort": ("auto", *STEPS)}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise SettingsError(name, getattr(self, name), ", ".join(allowed))
+        check_choices(self)
         check_range("bits", self.bits, 0.0, 16.0, "0 (off), or up to 16")
         for name in ("samples", "sequence_length", "batch_size"):
             check_range(name, getattr(self, name), 1, 10**9, "at least 1")
-        if self.head_bits not in (6, 8, 16):
-            raise SettingsError("head_bits", self.head_bits, "6, 8 or 16")
         self._check_format()
         for name in ("size", "max_file"):
             byte_count(name, getattr(self, name))

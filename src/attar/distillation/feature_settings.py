@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from attar.distillation.layer_map import is_feature_map
 from attar.errors import SettingsError
-from attar.options import listed
+from attar.options import listed, setting
 
 FEATURE_NAMES = (
     "hidden",
@@ -27,10 +27,6 @@ FEATURE_NAMES = (
 """Rows of attar.distillation.features.FEATURES."""
 
 
-def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
 ROUTER_LOSSES = ("balance", "z")
 """Fields of attar.distillation.router_loss.RouterLoss."""
 
@@ -40,12 +36,12 @@ class FeatureSettings:
     """What of the teacher's inside the student is trained to agree with, besides its predictions."""
 
     feature_map: ClassVar[str] = "uniform"
-    features: tuple[str, ...] = _option(
+    features: tuple[str, ...] = setting(
         (),
         "hidden features to match, each with its weight after a colon, as hidden:0.5: "
         + listed(FEATURE_NAMES),
     )
-    router_loss: tuple[str, ...] = _option(
+    router_loss: tuple[str, ...] = setting(
         (),
         "losses of the routers of a student that is a mixture, each with its weight after a colon: balance "
         "(load balancing; 1 at balance), z (of their logits), as balance:0.01",
@@ -78,7 +74,7 @@ class FeatureSettings:
 class StudentFeatureSettings(FeatureSettings):
     """The same for a student whose layers are not the teacher's."""
 
-    feature_map: str = _option(  # type: ignore[misc]
+    feature_map: str = setting(  # type: ignore[misc]
         "uniform",
         "layers that are compared: uniform (each student layer with the teacher's at the same relative "
         "depth), last (with the teacher's last ones), top (the last layers alone), learned (weights over all "

@@ -9,26 +9,22 @@ from attar.checkpoint.units import byte_count
 from attar.distillation.settings import RowSettings, TeacherRowSettings
 from attar.errors import SettingsError
 from attar.models.draft_heads.static_tree import PUBLISHED
-from attar.options import check_choices, nest
+from attar.options import check_choices, nest, setting
 from attar.walks.settings import check_range
 
 VERSION = 1
 STATE_CACHE = 1 << 30  # bytes
 
 
-def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftHeadSettings:
     """Options that every head has."""
 
-    drafts: int = _option(4, "tokens that the head drafts at most")
-    draft_vocabulary: int = _option(
+    drafts: int = setting(4, "tokens that the head drafts at most")
+    draft_vocabulary: int = setting(
         0, "tokens that the head can propose, the most frequent ones of its rows; 0: all of the model's"
     )
-    state_cache: str = _option(
+    state_cache: str = setting(
         "",
         "most bytes (2GB) of the model's hidden states that are kept on disk; 0: the model runs in every "
         "step; empty: 1GB where the steps read each row more than twice, else 0",
@@ -51,17 +47,17 @@ class DraftHeadSettings:
 class JointSettings:
     """Medusa-2: the model learns with its heads."""
 
-    joint: float = _option(
+    joint: float = setting(
         0.0,
         "Medusa-2: the share of the steps, the last ones, in which the model learns too: the output is the "
         "new model, with its heads in the folder head; 0: the model stays as it is",
     )
-    base_loss: str = _option(
+    base_loss: str = setting(
         "self",
         "what the model learns then: self (to predict what it did before), text (the next tokens)",
         ("self", "text"),
     )
-    adapter_rank: int = _option(
+    adapter_rank: int = setting(
         0, "rank of LoRA adapters of the model then, which are merged; 0: all of its weights learn"
     )
 
@@ -78,16 +74,16 @@ class JointSettings:
 class MedusaSettings(DraftHeadSettings):
     """Medusa's heads."""
 
-    decay: float = _option(0.8, "weight of each head's loss, by that of the one before")
-    residual_layers: int = _option(1, "residual layers of each head")
-    tree: str = _option(
+    decay: float = setting(0.8, "weight of each head's loss, by that of the one before")
+    residual_layers: int = setting(1, "residual layers of each head")
+    tree: str = setting(
         "search",
         "drafts of a pass: chain (the likeliest token of each head), search (the best tree by how often each "
         "rank of each head was right), or a published one: " + ", ".join(PUBLISHED),
         ("search", "chain", *PUBLISHED),
     )
-    tree_drafts: int = _option(24, "most drafts of the tree that is searched")
-    shared_head: bool = _option(
+    tree_drafts: int = setting(24, "most drafts of the tree that is searched")
+    shared_head: bool = setting(
         False, "one output matrix for all heads: smaller, for models whose vocabulary outweighs their layers"
     )
     together: JointSettings = field(default_factory=JointSettings)
@@ -103,8 +99,8 @@ class MedusaSettings(DraftHeadSettings):
 class TreeHeadSettings(DraftHeadSettings):
     """A head that drafts a token after the other, as a chain or as a tree."""
 
-    branches: int = _option(1, "likeliest tokens after each node of a tree of drafts; 1: a chain")
-    head_layers: int = _option(1, "transformer layers of the head")
+    branches: int = setting(1, "likeliest tokens after each node of a tree of drafts; 1: a chain")
+    head_layers: int = setting(1, "transformer layers of the head")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +112,7 @@ class TreeHeadSettings(DraftHeadSettings):
 class EagleSettings(TreeHeadSettings):
     """EAGLE, and with branches EAGLE-2."""
 
-    noise: float = _option(
+    noise: float = setting(
         0.2, "noise of the states that the head reads in training, for rows of 512 tokens; 0: none"
     )
 
@@ -142,16 +138,16 @@ EAGLE3_NORMS: dict[str, dict[str, bool]] = {
 class Eagle3Settings(TreeHeadSettings):
     """EAGLE-3."""
 
-    decay: float = _option(0.8, "weight of each step's loss, by that of the one before")
-    unrolled: int = _option(7, "drafts one after the other that the head learns from its own states")
-    norms: str = _option(
+    decay: float = setting(0.8, "weight of each step's loss, by that of the one before")
+    unrolled: int = setting(7, "drafts one after the other that the head learns from its own states")
+    norms: str = setting(
         "plain",
         "what is normalized besides: plain (nothing), residual (the residual input of the draft layer), "
         "states (the states of all layers together), 3.1 (EAGLE-3.1: the states of each layer, and those "
         "of the head that it reads)",
         tuple(EAGLE3_NORMS),
     )
-    start: str = _option(
+    start: str = setting(
         "target",
         "first weights of the head: target (those of the model's layer) or random",
         ("target", "random"),
@@ -167,11 +163,11 @@ class Eagle3Settings(TreeHeadSettings):
 class BlockSettings(DraftHeadSettings):
     """DFlash, and what DSpark shares with it."""
 
-    drafts: int = _option(7, "tokens that the head drafts at most")
-    head_layers: int = _option(2, "transformer layers of the head")
-    context_layers: int = _option(5, "layers of the model that the head reads hidden states of")
-    anchors: int = _option(64, "positions of a row that a block is trained at, drawn in each step")
-    start: str = _option(
+    drafts: int = setting(7, "tokens that the head drafts at most")
+    head_layers: int = setting(2, "transformer layers of the head")
+    context_layers: int = setting(5, "layers of the model that the head reads hidden states of")
+    anchors: int = setting(64, "positions of a row that a block is trained at, drawn in each step")
+    start: str = setting(
         "target",
         "first weights of the head: target (those of the model's last layers) or random",
         ("target", "random"),
@@ -188,16 +184,16 @@ class BlockSettings(DraftHeadSettings):
 class DSparkSettings(BlockSettings):
     """DSpark."""
 
-    markov_rank: int | None = _option(
+    markov_rank: int | None = setting(
         None, "rank of the Markov head; 0: none; none: a quarter of the model's channels, at most 256"
     )
-    markov: str = _option(
+    markov: str = setting(
         "plain",
         "what the Markov head reads: plain (the token before), gated (and the slot's state), rnn (and all "
         "tokens of the block)",
         ("plain", "gated", "rnn"),
     )
-    confidence: float = _option(1.0, "weight of the confidence head's loss; 0: no confidence head")
+    confidence: float = setting(1.0, "weight of the confidence head's loss; 0: no confidence head")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,11 +216,11 @@ attar.distillation.heads."""
 class HeadRowSettings(TeacherRowSettings):
     """Rows that the model itself writes, and its head learns from."""
 
-    teacher_generated: float = _option(  # type: ignore[assignment]
+    teacher_generated: float = setting(  # type: ignore[assignment]
         1.0, "fraction of the rows that the model generates; the others are text"
     )
-    num_rollouts: int = _option(512, "rows that the model generates, repeated where more are needed")
-    rollout_temperature: float = _option(  # type: ignore[assignment]
+    num_rollouts: int = setting(512, "rows that the model generates, repeated where more are needed")
+    rollout_temperature: float = setting(  # type: ignore[assignment]
         1.0, "temperature at which rows are generated"
     )
 
@@ -233,7 +229,7 @@ class HeadRowSettings(TeacherRowSettings):
 class TrainHeadSettings(RowSettings):
     """A draft head, trained for a model that stays as it is, or learns in the last steps (Medusa-2)."""
 
-    head: str = _option("eagle3", "kind of the head: " + ", ".join(HEAD_SETTINGS), tuple(HEAD_SETTINGS))
+    head: str = setting("eagle3", "kind of the head: " + ", ".join(HEAD_SETTINGS), tuple(HEAD_SETTINGS))
     options: DraftHeadSettings = field(
         default_factory=Eagle3Settings, metadata={"variants": HEAD_SETTINGS, "by": "head"}
     )

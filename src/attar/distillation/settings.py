@@ -13,19 +13,15 @@ from attar.checkpoint.licence_gate import LicenceSettings
 from attar.distillation.feature_settings import FeatureSettings, StudentFeatureSettings
 from attar.distillation.student_settings import StudentSettings
 from attar.errors import SettingsError, UsageError
-from attar.options import check_choices, nest
+from attar.options import check_choices, nest, setting
 from attar.walks.settings import TrainSettings, check_range
 
 VERSION = 6
 PROMPT_TOKENS = 32
 
 
-def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
 def _adapter_rank() -> Any:
-    return _option(
+    return setting(
         0,
         "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay as they are; "
         "0: all weights are trained",
@@ -48,7 +44,7 @@ class SoftLossSettings:
 class JSDSettings(SoftLossSettings):
     """The generalized Jensen-Shannon divergence between teacher and student."""
 
-    beta: float = _option(
+    beta: float = setting(
         0.5,
         "jsd: weight of the teacher in the mixture that both are compared with, near 0 forward KL, near 1 "
         "reverse; skew-kl, skew-reverse-kl: weight of the first distribution in the mixture that it is "
@@ -64,7 +60,7 @@ class JSDSettings(SoftLossSettings):
 class SkewSettings(SoftLossSettings):
     """KL to a mixture of both models."""
 
-    beta: float = _option(0.1, "weight of the first distribution in the mixture that it is compared with")
+    beta: float = setting(0.1, "weight of the first distribution in the mixture that it is compared with")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,12 +91,12 @@ POLICIES = ("policy-gradient", "minillm")  # they learn from the student's own t
 class PredictionSettings:
     """What of the teacher's predictions the student gets."""
 
-    teacher_top: int = _option(
+    teacher_top: int = setting(
         0,
         "K: the teacher is run once for each row, and its K likeliest tokens at each position are kept on "
         "disk, with some drawn from the rest; 0: none of them",
     )
-    teacher_samples: int = _option(
+    teacher_samples: int = setting(
         0,
         "N: tokens drawn at each position, from those beyond the teacher_top, or from all without one; 0: a "
         "quarter of teacher_top",
@@ -116,10 +112,10 @@ class PredictionSettings:
 class RolloutSettings:
     """Rows that the student writes, and learns from."""
 
-    student_generated: float | None = _option(
+    student_generated: float | None = setting(
         None, "fraction of the batches that the student itself writes; none: 1 where the objective needs it"
     )
-    rollout_every: int = _option(8, "steps between two times that the student writes")
+    rollout_every: int = setting(8, "steps between two times that the student writes")
 
     def __post_init__(self) -> None:
         allowed = "between 0 and 1"
@@ -131,12 +127,12 @@ class RolloutSettings:
 class TeacherRowSettings:
     """Rows that the teacher writes, and another model learns from."""
 
-    teacher_generated: float | None = _option(
+    teacher_generated: float | None = setting(
         None, "fraction of the rows that the teacher generates; none: half for drafting, else 0"
     )
-    num_rollouts: int = _option(512, "rows that the teacher generates, repeated where more are needed")
-    prompt_tokens: int = _option(PROMPT_TOKENS, "tokens of text in front of each row that is generated")
-    rollout_temperature: float | None = _option(
+    num_rollouts: int = setting(512, "rows that the teacher generates, repeated where more are needed")
+    prompt_tokens: int = setting(PROMPT_TOKENS, "tokens of text in front of each row that is generated")
+    rollout_temperature: float | None = setting(
         None, "temperature at which rows are generated; none: that of the loss"
     )
 
@@ -152,7 +148,7 @@ class TeacherRowSettings:
 class RowSettings(TrainSettings):
     """Training on rows of text, or on those that a model writes."""
 
-    rows: int = _option(0, "rows of text to learn from, repeated as the steps need; 0: none is seen twice")
+    rows: int = setting(0, "rows of text to learn from, repeated as the steps need; 0: none is seen twice")
     licence: LicenceSettings = field(default_factory=LicenceSettings, metadata={"title": "Licences"})
 
     def __post_init__(self) -> None:
@@ -171,7 +167,7 @@ class LearnSettings(RowSettings):
     """Training on a teacher: ``alpha * soft loss + (1 - alpha) * cross-entropy``, per predicted token, and
     what is compared inside the models."""
 
-    objective: str = _option(
+    objective: str = setting(
         "auto",
         "the soft loss: kl (forward), reverse-kl, jsd, skew-kl, skew-reverse-kl, tv, lk (kl far from the "
         "teacher, tv near); of text alone, without a teacher: hard (cross-entropy), sft (of the answers of "
@@ -183,10 +179,10 @@ class LearnSettings(RowSettings):
     loss: SoftLossSettings = field(
         default_factory=SoftLossSettings, metadata={"variants": LOSS_SETTINGS, "by": "objective"}
     )
-    temperature: float = _option(1.0, "T: softens both distributions in the soft loss")
-    alpha: float = _option(1.0, "weight of the soft loss; 1 - alpha goes to the hard labels")
+    temperature: float = setting(1.0, "T: softens both distributions in the soft loss")
+    alpha: float = setting(1.0, "weight of the soft loss; 1 - alpha goes to the hard labels")
     predictions: PredictionSettings = field(default_factory=PredictionSettings)
-    task: str = _option(
+    task: str = setting(
         "auto",
         "what is predicted: causal (next tokens), masked (hidden tokens), classification (labels); auto: as "
         "the model's architecture says",
@@ -196,7 +192,7 @@ class LearnSettings(RowSettings):
         default_factory=FeatureSettings, metadata={"title": "Inside the network"}
     )
     rollouts: RolloutSettings = field(default_factory=RolloutSettings, metadata={"title": "Generated text"})
-    predict: str = _option(
+    predict: str = setting(
         "auto",
         "tokens of a conversation that are learned: answers (the assistant's), all; auto: answers with "
         "objective sft, else all",
@@ -304,15 +300,15 @@ class RecoverSettings(LearnSettings):
     """Train a pruned or quantized model to agree with its teacher again, or with ``alpha`` 0 on text without
     a teacher: all weights, or adapters alone."""
 
-    learning_rate: float = _option(2e-4, "peak learning rate; small, because the model is nearly right")
+    learning_rate: float = setting(2e-4, "peak learning rate; small, because the model is nearly right")
     adapter_rank: int = _adapter_rank()
-    adapter_init: str = _option(
+    adapter_init: str = setting(
         "error",
         "adapters start at the rounding error, teacher - student (LoftQ), or at zero, as they do without a "
         "teacher",
         ("error", "zero"),
     )
-    keep_zeros: str = _option(
+    keep_zeros: str = setting(
         "auto",
         "weights that are zero stay zero, N:M patterns too; auto: those of a pruned model",
         ("auto", "true", "false"),
@@ -344,12 +340,12 @@ class DistillSettings(LearnSettings):
     comparison.
     """
 
-    learning_rate: float = _option(1e-3, "peak learning rate")
+    learning_rate: float = setting(1e-3, "peak learning rate")
     adapter_rank: int = _adapter_rank()
     features: StudentFeatureSettings = field(
         default_factory=StudentFeatureSettings, metadata={"title": "Inside the network"}
     )
-    alignment: str = _option(  # type: ignore[misc]
+    alignment: str = setting(  # type: ignore[misc]
         "auto",
         "how predictions are compared where the teacher has another tokenizer: gold (tokens with the same "
         "bytes by the objective, the rest sorted), uld (all sorted); auto: gold",
@@ -359,7 +355,7 @@ class DistillSettings(LearnSettings):
         default_factory=TeacherRowSettings, metadata={"title": "Generated text"}
     )
     student: StudentSettings = field(default_factory=StudentSettings, metadata={"title": "The student"})
-    for_drafting: bool = _option(
+    for_drafting: bool = setting(
         False, "train for speculative decoding: accepted tokens count, half of the rows are the teacher's own"
     )
 

@@ -3,57 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from dataclasses import field as _field
-from typing import Any
 
 from attar.checkpoint.units import size_limit
 from attar.distillation.layer_map import LAYER_MAPS, is_map
 from attar.errors import SettingsError
-from attar.options import check_choices
+from attar.options import check_choices, setting
 from attar.walks.settings import check_range
-
-
-def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    return _field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudentSettings:
     """What the student starts from."""
 
-    student: str = _option(
+    student: str = setting(
         "",
         "a model that is there already, to be trained with its own weights; empty: one made of the teacher",
     )
-    init: str = _option(
+    init: str = setting(
         "copy",
         "weights that the student starts with: copy (the teacher's, or its own), random (the same shape)",
         ("copy", "random"),
     )
-    layers: int = _option(0, "layers of the student; 0: as keep_layers or layer_map has")
-    keep_layers: float = _option(
+    layers: int = setting(0, "layers of the student; 0: as keep_layers or layer_map has")
+    keep_layers: float = setting(
         0.0,
         "fraction of the teacher's layers that the student has, where layers is 0; 0: half of them, or all "
         "where heads, neurons or hidden are fewer",
     )
-    layer_map: str = _option(
+    layer_map: str = setting(
         "uniform",
         "teacher layers the student starts from: uniform (evenly spread), ends (first and last), last, "
         "influence (those that turn the residual stream most), kl (those that the teacher misses most, each "
         "alone), run (all but the run of layers that it misses least), or their numbers: 0,3,6",
     )
-    heads: int = _option(0, "attention heads of a layer that stay, whole KV heads of them; 0: all")
-    neurons: int = _option(0, "neurons of a layer's MLP that stay; 0: all")
-    hidden: int = _option(0, "channels of the residual stream that stay; 0: all")
-    size: str = _option(
+    heads: int = setting(0, "attention heads of a layer that stay, whole KV heads of them; 0: all")
+    neurons: int = setting(0, "neurons of a layer's MLP that stay; 0: all")
+    hidden: int = setting(0, "channels of the residual stream that stay; 0: all")
+    size: str = setting(
         "",
         "most parameters (60M, 1.5B) or bytes (120MB) of the student: fewer layers, down to half of them, "
         "then fewer heads, neurons and channels",
     )
-    width: int = _option(
+    width: int = setting(
         0, "width of a student that starts afresh, heads and MLP in proportion; 0: the teacher's"
     )
-    moe_to_dense: str = _option(
+    moe_to_dense: str = setting(
         "",
         "of a mixture of experts, a student without: an MLP made of each layer's experts, active (the most "
         "used ones side by side, as many as work on a token), mean, used (the most used one), shared",

@@ -9,6 +9,7 @@ from attar.checkpoint.licence_gate import LicenceSettings
 from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import RecipeError, SettingsError
+from attar.options import check_choices, setting
 from attar.walks.settings import check_range
 
 VERSION = 2
@@ -20,54 +21,34 @@ COMPATS = ("mergekit", "paper")
 class MergeSettings:
     """Make one model out of several, as a configuration in mergekit's YAML says."""
 
-    config: str = field(
-        default="", metadata={"help": "mergekit's YAML: a file, or its text; in a recipe also a mapping"}
+    config: str = setting("", "mergekit's YAML: a file, or its text; in a recipe also a mapping")
+    compat: str = setting(
+        "mergekit",
+        "mergekit: its numbers; paper: each method as in its paper, computed in float32",
+        choices=COMPATS,
     )
-    compat: str = field(
-        default="mergekit",
-        metadata={
-            "help": "mergekit: its numbers; paper: each method as in its paper, computed in float32",
-            "choices": COMPATS,
-        },
+    tokens: int = setting(
+        -1,
+        "held-out tokens on which every parent and the merge are measured afterwards; 0: none; "
+        "-1: 2,048 where a tokenizer was built, else none",
     )
-    tokens: int = field(
-        default=-1,
-        metadata={
-            "help": "held-out tokens on which every parent and the merge are measured afterwards; 0: none; "
-            "-1: 2,048 where a tokenizer was built, else none"
-        },
+    search: int = setting(
+        0,
+        "merges to try in a search for better weights, densities, t and lambda, starting from "
+        "those of the configuration; 0: merge as written",
     )
-    search: int = field(
-        default=0,
-        metadata={
-            "help": "merges to try in a search for better weights, densities, t and lambda, starting from "
-            "those of the configuration; 0: merge as written"
-        },
-    )
-    samples: int = field(
-        default=32, metadata={"help": "search and greedy_soup: held-out sequences to score each merge on"}
-    )
-    sequence_length: int = field(
-        default=256, metadata={"help": "tokens in a held-out sequence, at most the context"}
-    )
+    samples: int = setting(32, "search and greedy_soup: held-out sequences to score each merge on")
+    sequence_length: int = setting(256, "tokens in a held-out sequence, at most the context")
     data: str = data_field()
     bos: str = bos_field()
-    shard_size: str = field(
-        default="2GB", metadata={"help": "weights are written in files of this size at most, such as 5GB"}
-    )
-    device: str = field(
-        default="auto",
-        metadata={"help": "where models run to be measured: cpu, cuda, cuda:0; auto: a GPU if any"},
-    )
-    seed: int = field(
-        default=0, metadata={"help": "of random masks (DARE, DELLA), of the search and its text"}
-    )
+    shard_size: str = setting("2GB", "weights are written in files of this size at most, such as 5GB")
+    device: str = setting("auto", "where models run to be measured: cpu, cuda, cuda:0; auto: a GPU if any")
+    seed: int = setting(0, "of random masks (DARE, DELLA), of the search and its text")
     licence: LicenceSettings = field(default_factory=LicenceSettings, metadata={"title": "Licences"})
 
     def __post_init__(self) -> None:
         check_text(self)
-        if self.compat not in COMPATS:
-            raise SettingsError("compat", self.compat, ", ".join(COMPATS))
+        check_choices(self)
         check_range("tokens", self.tokens, -1, 10**9, "-1 (as needed), 0 (none) or more")
         check_range("search", self.search, 0, 10**6, "0 (off) or more")
         if byte_count("shard_size", self.shard_size) < 1:

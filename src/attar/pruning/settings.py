@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
-from attar.options import check_choices, listed, nest
+from attar.options import check_choices, listed, nest, setting
 from attar.patterns import RegexError, check
 from attar.sparsity import parse_sparsity
 from attar.walks.settings import check_range
@@ -17,16 +17,12 @@ from attar.walks.settings import check_range
 VERSION = 4
 
 
-def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
 def _ratio() -> Any:
-    return _option(0.25, "fraction removed, 0 to below 1")
+    return setting(0.25, "fraction removed, 0 to below 1")
 
 
 def _scope() -> Any:
-    return _option(
+    return setting(
         "layer",
         "weights or units are compared within a layer, or over all layers at once (units: where the family's "
         "config has a number for each layer)",
@@ -38,20 +34,17 @@ def _scope() -> Any:
 class ZerosSettings:
     """Set single weights of the blocks' Linears to zero. The model keeps its shapes."""
 
-    sparsity: float | str = _option(
+    sparsity: float | str = setting(
         0.5, "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
     )
-    allocation: str = _option(
+    allocation: str = setting(
         "uniform",
         "how a fraction is spread: every layer the same; owl: blocks with outliers keep more; measured: by "
         "the KL that pruning each group of layers alone costs",
         ("uniform", "owl", "measured"),
     )
-    ignore: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "Linears of the blocks left alone: names, ends of names, or re: and a regular expression"
-        },
+    ignore: tuple[str, ...] = setting(
+        (), "Linears of the blocks left alone: names, ends of names, or re: and a regular expression"
     )
 
     def __post_init__(self) -> None:
@@ -99,7 +92,7 @@ class MagnitudeSettings(ZerosSettings):
 class WandaSettings(ZerosSettings):
     """The smallest products of a weight and the norm of its input."""
 
-    compare: str = _option(
+    compare: str = setting(
         "row", "weights are compared within a row, as the paper does, or within the layer", ("row", "layer")
     )
 
@@ -119,7 +112,7 @@ class WandaSettings(ZerosSettings):
 class SparseGPTSettings(ZerosSettings):
     """The weights whose loss the remaining ones of the row compensate best."""
 
-    damp: float = _option(0.01, "added to the Hessian's diagonal, as a fraction of its mean")
+    damp: float = setting(0.01, "added to the Hessian's diagonal, as a fraction of its mean")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +124,7 @@ class ALPSSettings(SparseGPTSettings):
     """The weights whose loss the remaining ones compensate best, found by ADMM: the mask may change as a
     whole in every step."""
 
-    iterations: int = _option(300, "steps of ADMM, at most")
+    iterations: int = setting(300, "steps of ADMM, at most")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,13 +141,13 @@ class UnitSettings:
     criteria: ClassVar[tuple[str, ...]] = ()  # names of criterion besides auto
 
     ratio: float = _ratio()
-    criterion: str = _option(
+    criterion: str = setting(
         "auto",
         "the scores. Heads and neurons: wanda (share of the next projection's output), gradient (of a mask), "
         "taylor (of the weights), activation; channels: activation; layers: influence, kl (of leaving each "
         "out), run (of consecutive layers); auto: the first named, with scope global gradient",
     )
-    rounds: int = _option(1, "steps in which the units go, with fresh scores before each")
+    rounds: int = setting(1, "steps in which the units go, with fresh scores before each")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -168,7 +161,7 @@ class UnitSettings:
 
 
 def _multiple_of() -> Any:
-    return _option(
+    return setting(
         0,
         "keep a multiple of this many; 0: a power of two up to 64 that hits the ratio (within a quarter of "
         "what is removed)",
@@ -182,7 +175,7 @@ class HeadSettings(UnitSettings):
     criteria: ClassVar[tuple[str, ...]] = ("wanda", "gradient", "taylor", "activation")
 
     scope: str = _scope()
-    rigid: str = _option(
+    rigid: str = setting(
         "error",
         "families whose config has no number for fewer heads (GPT-2, OPT, BERT): refuse them, "
         "or zero the heads in place, which makes nothing smaller",
@@ -235,10 +228,10 @@ class LayerSettings(UnitSettings):
 class ExpertSettings:
     """Remove or merge experts of every mixture, or let fewer of them work on a token."""
 
-    ratio: float = _option(0.25, "fraction of each layer's experts removed, 0 to below 1; without experts")
-    experts: int = _option(0, "experts of a layer that stay; 0: by ratio")
-    active: int = _option(0, "experts of a token; 0: as many as before")
-    criterion: str = _option(
+    ratio: float = setting(0.25, "fraction of each layer's experts removed, 0 to below 1; without experts")
+    experts: int = setting(0, "experts of a layer that stay; 0: by ratio")
+    active: int = setting(0, "experts of a token; 0: as many as before")
+    criterion: str = setting(
         "auto",
         "reap: gate times length of the output, mean over the tokens that chose the expert; output: their "
         "sum; frequency: these tokens; gates: sum of its gates; cluster: experts with similar outputs are "
@@ -257,15 +250,15 @@ class ExpertSettings:
 class MixedSettings:
     """Remove heads, neurons, channels and layers together, as much of each as costs least quality."""
 
-    ratio: float = _option(0.25, "fraction of the parameters removed, 0 to below 1; without size and speed")
-    size: str = _option("", "most bytes of the result's weights, such as 100MB")
-    speed: str = _option("", "least speed of decoding at batch 1 over the original's, such as 1.5x")
-    criterion: str = _option("auto", "the scores of heads and neurons")
-    scan: str = _option("", "file of the measured cuts, for other runs; empty: not kept")
-    candidates: int = _option(
+    ratio: float = setting(0.25, "fraction of the parameters removed, 0 to below 1; without size and speed")
+    size: str = setting("", "most bytes of the result's weights, such as 100MB")
+    speed: str = setting("", "least speed of decoding at batch 1 over the original's, such as 1.5x")
+    criterion: str = setting("auto", "the scores of heads and neurons")
+    scan: str = setting("", "file of the measured cuts, for other runs; empty: not kept")
+    candidates: int = setting(
         1, "plans that are compared after a short distillation from the original; 1: by their KL alone"
     )
-    candidate_steps: int = _option(100, "optimizer steps of each of these distillations")
+    candidate_steps: int = setting(100, "optimizer steps of each of these distillations")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -316,7 +309,7 @@ class PruneSettings:
     """Remove the least important parts of a model: choose a method (what is removed, and by which scores)
     and how much."""
 
-    method: str = _option(
+    method: str = setting(
         "neurons",
         "magnitude, wanda: zeros where weights are small, or small for their inputs; sparsegpt, alps: where "
         "others compensate them, found column by column, or by ADMM, better and slower; "
@@ -328,26 +321,26 @@ class PruneSettings:
     options: PruneMethodSettings = field(
         default_factory=NeuronSettings, metadata={"variants": METHOD_SETTINGS, "by": "method"}
     )
-    reconstruct: str = _option(
+    reconstruct: str = setting(
         "auto",
         "give back what was lost, layer by layer: linear (least squares for the weights that stay), block "
         "(linear, then each block is trained to the original's outputs), none; auto: linear, but none for "
         "magnitude, hidden, layers, experts and mixed",
         ("auto", "none", "linear", "block"),
     )
-    reconstruct_epochs: int = _option(4, "of block: passes over the calibration sequences")
-    samples: int = _option(64, "calibration sequences")
-    sequence_length: int = _option(256, "tokens in a calibration sequence, at most the context")
-    batch_size: int = _option(8, "sequences in one pass")
-    precision: str = _option(
+    reconstruct_epochs: int = setting(4, "of block: passes over the calibration sequences")
+    samples: int = setting(64, "calibration sequences")
+    sequence_length: int = setting(256, "tokens in a calibration sequence, at most the context")
+    batch_size: int = setting(8, "sequences in one pass")
+    precision: str = setting(
         "auto",
         "arithmetic of the calibration; auto: bf16 where the device has it, else fp32",
         ("auto", "bf16", "fp32"),
     )
     data: str = data_field()
     bos: str = bos_field()
-    seed: int = _option(0, "seed of the calibration choice")
-    device: str = _option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:1")
+    seed: int = setting(0, "seed of the calibration choice")
+    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda or cuda:1")
 
     def __post_init__(self) -> None:
         check_choices(self)

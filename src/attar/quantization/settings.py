@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
-from attar.options import check_choices, listed, nest
+from attar.options import check_choices, listed, nest, setting
 from attar.quantization.schemes import ALIASES, KV_CACHES, SCHEMES, scheme_hint
 from attar.sparsity import Sparsity, parse_sparsity
 from attar.walks.settings import FIRST_WEIGHT, check_range
@@ -16,63 +16,54 @@ from attar.walks.settings import FIRST_WEIGHT, check_range
 VERSION = 3
 
 
-def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
 @dataclass(frozen=True, kw_only=True)
 class StorageSettings:
     """Which tensors are stored in which form."""
 
-    scheme: str = field(
-        default="W4A16",
-        metadata={
-            "help": "which tensors get how many bits; W4 is W4A16",
-            "choices": tuple(SCHEMES),
-            "aliases": ALIASES,
-            "hint": scheme_hint,
-        },
+    scheme: str = setting(
+        "W4A16",
+        "which tensors get how many bits; W4 is W4A16",
+        choices=tuple(SCHEMES),
+        aliases=ALIASES,
+        hint=scheme_hint,
     )
-    bits: float = _option(
+    bits: float = setting(
         0.0,
         "mixed precision: average stored bits a weight, scales included; each layer's scheme is chosen by "
         "its measured sensitivity. 0: the scheme for all",
     )
-    group_size: int = _option(
+    group_size: int = setting(
         -1,
         "inputs that share a scale: 128, 64, 32; 0: a whole row; -1: the largest of 128, 64, 32 that divides "
         "every layer's inputs, else a whole row",
     )
-    keep_zeros: str = _option(
+    keep_zeros: str = setting(
         "auto",
         "weights that are zero stay zero, and the other weights compensate; auto: zeros of a pruned model",
         ("auto", "true", "false"),
     )
-    embedding_bits: int = _option(
+    embedding_bits: int = setting(
         0, "8: store the embedding (and a tied head) in int8, one scale per row; 0: leave it", (0, 8)
     )
-    kv_cache: str = _option(
+    kv_cache: str = setting(
         "none", "what a quantized KV cache needs: scales; int4: of attar's runtime", tuple(KV_CACHES)
     )
-    double_quant: bool = _option(False, "NF4: the scales are quantized to 8 bits as well")
-    moe_schemes: str = _option(
+    double_quant: bool = setting(False, "NF4: the scales are quantized to 8 bits as well")
+    moe_schemes: str = setting(
         "together",
         "schemes of a layer's experts, with bits and overrides: together: one for all, as engines need it; "
         "apart: each expert may have its own, for attar",
         ("together", "apart"),
     )
-    qkv: str = _option(
+    qkv: str = setting(
         "together",
         "schemes of q, k and v, with bits and overrides: together: one for all, because engines run them as "
         "one matrix; apart: each may have its own, for attar and transformers",
         ("together", "apart"),
     )
-    ignore: tuple[str, ...] = field(
-        default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
-    )
-    overrides: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "MODULE=SCHEME for some modules: names, or re: and a pattern; SCHEME may be dense"},
+    ignore: tuple[str, ...] = setting((), "modules of the blocks left alone: names, or re: and a pattern")
+    overrides: tuple[str, ...] = setting(
+        (), "MODULE=SCHEME for some modules: names, or re: and a pattern; SCHEME may be dense"
     )
 
     def __post_init__(self) -> None:
@@ -108,14 +99,14 @@ class StorageSettings:
 class TransformSettings:
     """What is done to the float model before it is rounded."""
 
-    rotate: bool = _option(False, "rotate the residual stream by a Hadamard matrix first")
-    untie: bool = _option(False, "rotate: a head tied to the embedding may become a separate tensor")
-    smooth: str = _option(
+    rotate: bool = setting(False, "rotate the residual stream by a Hadamard matrix first")
+    untie: bool = setting(False, "rotate: a head tied to the embedding may become a separate tensor")
+    smooth: str = setting(
         "auto",
         "scale channels first, folded into the layer before; auto: what the method implies",
         ("auto", "none", "smoothquant", "awq"),
     )
-    alpha: float = _option(-1.0, "SmoothQuant's migration strength, 0 to 1; -1: searched for each layer")
+    alpha: float = setting(-1.0, "SmoothQuant's migration strength, 0 to 1; -1: searched for each layer")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -127,27 +118,27 @@ class TransformSettings:
 class CalibrationSettings:
     """The text that is run through the model while it is quantized."""
 
-    samples: int = _option(128, "calibration sequences")
-    sequence_length: int = _option(512, "tokens in a calibration sequence, at most the context")
-    batch_size: int = _option(8, "sequences in one pass")
-    first_tokens: float = _option(
+    samples: int = setting(128, "calibration sequences")
+    sequence_length: int = setting(512, "tokens in a calibration sequence, at most the context")
+    batch_size: int = setting(8, "sequences in one pass")
+    first_tokens: float = setting(
         -1.0,
         "how many times the first 16 tokens of a row count, which every later one reads; -1: as often as the "
         "model's gradients say, position by position and Linear by Linear, or 8 times where it does not fit "
         "in memory or a block is learned as a whole; not with smoothquant, qat or sparsity",
     )
-    precision: str = _option(
+    precision: str = setting(
         "auto",
         "arithmetic of the calibration passes; auto: bf16 where it is fast",
         ("auto", "fp32", "bf16"),
     )
-    moe_calibrate: str = _option(
+    moe_calibrate: str = setting(
         "routed",
         "tokens that count for an expert: routed: the tokens of its router, filled up to moe_floor; "
         "all: every token. What leaves the experts is what the router chose either way",
         ("routed", "all"),
     )
-    moe_floor: float = _option(
+    moe_floor: float = setting(
         1.0,
         "an expert that saw fewer tokens than this many times its inputs is filled up with others' "
         "tokens; 0: with none",
@@ -186,13 +177,13 @@ BACKWARD = 8  # bytes of a tuned weight beside itself: its code, and what the ba
 class TuningSettings:
     """What is learned after the rounding, at the same bytes."""
 
-    effort: str = _option(
+    effort: str = setting(
         "auto",
         "time for quality at the same bytes: fast: the rounding alone; good: 16 steps of tuning; best: 32, "
         "and 256 calibration sequences at least; auto: good at 3 bits and below, else fast",
         ("auto", *STEPS),
     )
-    tune: int = _option(
+    tune: int = setting(
         -1,
         "steps in which scales and norms learn end to end from the original, on fresh text; the codes stay. "
         "0: none; -1: as effort says",
@@ -222,7 +213,7 @@ def tuning_memory(parameters: float, rounded: float) -> float:
 
 
 def _scales() -> Any:
-    return _option(
+    return setting(
         "auto",
         "how a scale is chosen; mse: least error of the weight, output: of the layer's output; auto: output "
         "at 4 bits and below for methods that see data, else absmax",
@@ -231,7 +222,7 @@ def _scales() -> Any:
 
 
 def _act_order() -> Any:
-    return _option(
+    return setting(
         "static",
         "columns of large activations first; group: groups follow that order as well, stored with each "
         "column's group (integers in groups; not with qat)",
@@ -278,11 +269,11 @@ class GPTQSettings:
     smoothing: ClassVar[str] = "none"
 
     scales: str = _scales()
-    refine: int = _option(
+    refine: int = setting(
         4,
         "passes of coordinate descent over the codes afterwards, the scales refitted between two; 0: off",
     )
-    damp: float = _option(0.01, "lambda, as a fraction of the Hessian's mean diagonal")
+    damp: float = setting(0.01, "lambda, as a fraction of the Hessian's mean diagonal")
     act_order: str = _act_order()
 
     def __post_init__(self) -> None:
@@ -295,7 +286,7 @@ class GPTQSettings:
 class SparseGPTQSettings(GPTQSettings):
     """Round with the layer's Hessian, and prune in the same pass: gptq."""
 
-    sparsity: float | str = _option(
+    sparsity: float | str = setting(
         0.0,
         "also set weights to zero, chosen in the same loop as the codes: a fraction (0.5, 50%), or N:M (2:4: "
         "of every 4 consecutive inputs 2 stay); 0: none",
@@ -321,7 +312,7 @@ class SparseGPTQSettings(GPTQSettings):
 class YAQASettings(GPTQSettings):
     """Round with the model's Hessian."""
 
-    rounds: int = _option(1, "power iterations for the Kronecker factors")
+    rounds: int = setting(1, "power iterations for the Kronecker factors")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -334,9 +325,9 @@ class AutoRoundSettings:
 
     smoothing: ClassVar[str] = "none"
 
-    iterations: int = _option(200, "steps for each block")
-    start: str = _option("auto", "the rounding to start from; auto: rtn", ("auto", "rtn", "gptq"))
-    update: str = _option(
+    iterations: int = setting(200, "steps for each block")
+    start: str = setting("auto", "the rounding to start from; auto: rtn", ("auto", "rtn", "gptq"))
+    update: str = setting(
         "adam", "a step follows the gradient's sign (the paper's), or Adam", ("adam", "sign")
     )
 
@@ -349,11 +340,11 @@ class AutoRoundSettings:
 class QATSettings(GPTQSettings):
     """Train the whole model under quantization; scales, refine, damp and act_order are for the start."""
 
-    start: str = _option("auto", "the rounding to start from; auto: gptq", ("auto", "rtn", "gptq", "qronos"))
-    steps: int = _option(300, "optimizer steps")
-    learning_rate: float = _option(1e-4, "peak learning rate")
-    distill: float = _option(1.0, "weight of the KL to the original model; the rest is cross-entropy")
-    train: str = _option("all", "what is trained; scales: codes stay", ("all", "scales"))
+    start: str = setting("auto", "the rounding to start from; auto: gptq", ("auto", "rtn", "gptq", "qronos"))
+    steps: int = setting(300, "optimizer steps")
+    learning_rate: float = setting(1e-4, "peak learning rate")
+    distill: float = setting(1.0, "weight of the KL to the original model; the rest is cross-entropy")
+    train: str = setting("all", "what is trained; scales: codes stay", ("all", "scales"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -388,7 +379,7 @@ class QuantizeSettings:
     storage: StorageSettings = field(
         default_factory=StorageSettings, metadata={"title": "What is stored how"}
     )
-    method: str = _option(
+    method: str = setting(
         "gptq",
         "rtn: to nearest; gptq, gptaq, qronos: with the layer's Hessian; yaqa: with the model's; "
         "smoothquant, awq: to nearest after scaling channels; autoround: learned block by block; "
@@ -407,11 +398,11 @@ class QuantizeSettings:
     )
     data: str = data_field()
     bos: str = bos_field()
-    check_tokens: int = _option(
+    check_tokens: int = setting(
         2048, "held-out tokens on which the result is compared with the original; 0: no check"
     )
-    seed: int = _option(0, "seed of the calibration choice and of learned methods")
-    device: str = _option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:1")
+    seed: int = setting(0, "seed of the calibration choice and of learned methods")
+    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda or cuda:1")
 
     def __post_init__(self) -> None:
         check_choices(self)

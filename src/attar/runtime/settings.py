@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.errors import DataError, SettingsError, nearest
+from attar.options import setting
 from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.settings import ALONE, MODES, WITH_DRAFT, SpeculationSettings
@@ -23,20 +24,16 @@ METHODS = {
 DEFAULT = "reread"  # the method of a number alone
 
 
-def _option(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
-
-
 @dataclass(frozen=True, kw_only=True)
 class SchedulingSettings:
     """How much runs at a time, and how much may wait."""
 
-    step_tokens: int = _option(512, "most tokens of a step")
-    sequences: int = _option(64, "most sequences that run at the same time")
-    chunk: int | None = _option(None, "most tokens of one prompt in a step; none: all that fit")
-    waiting: int | None = _option(None, "most requests that wait; none: any number")
-    waiting_tokens: int | None = _option(None, "most tokens of the prompts that wait; none: any number")
-    prefix_first: bool = _option(False, "among waiting requests the longest cached prefix goes first")
+    step_tokens: int = setting(512, "most tokens of a step")
+    sequences: int = setting(64, "most sequences that run at the same time")
+    chunk: int | None = setting(None, "most tokens of one prompt in a step; none: all that fit")
+    waiting: int | None = setting(None, "most requests that wait; none: any number")
+    waiting_tokens: int | None = setting(None, "most tokens of the prompts that wait; none: any number")
+    prefix_first: bool = setting(False, "among waiting requests the longest cached prefix goes first")
 
     def __post_init__(self) -> None:
         self.limits()
@@ -57,49 +54,49 @@ class SchedulingSettings:
 class EngineSettings(SchedulingSettings):
     """How a model runs: runner, KV cache, scheduler, speculation."""
 
-    runner: str = _option("auto", "what computes; auto: compiled, on a GPU device, where weights stay stored",
+    runner: str = setting("auto", "what computes; auto: compiled, on a GPU device, where weights stay stored",
                           choices=("auto", "compiled", "device", "modules"))  # fmt: skip
-    activations: int | str = _option(
+    activations: int | str = setting(
         "auto", "bits of products' inputs; auto: 16 where the processor has instructions for it, else 8",
         choices=("auto", 16, 8),
     )  # fmt: skip
-    weights: str | None = _option(
+    weights: str | None = setting(
         None, "round dense weights while they are loaded; none: as stored", choices=("int8", "int4")
     )
-    dtype: str = _option("auto", "what to compute in; auto: float32 on a CPU, the checkpoint's own on a GPU",
+    dtype: str = setting("auto", "what to compute in; auto: float32 on a CPU, the checkpoint's own on a GPU",
                          choices=("auto", "float32", "bfloat16", "float16"))  # fmt: skip
-    device: str = _option("cpu", "cpu, cuda or cuda:0")
-    kv_dtype: str = _option(
+    device: str = setting("cpu", "cpu, cuda or cuda:0")
+    kv_dtype: str = setting(
         "auto", "format of keys and values: float32, bfloat16, float16, int8, fp8, int4, kivi4, kivi2"
     )
-    kv_tokens: int | None = _option(
+    kv_tokens: int | None = setting(
         None,
         "tokens that the KV cache holds; none: what 1 GiB holds, with the states that a draft head reads",
     )
-    eviction: str = _option("none", "bounds each sequence's KV cache: reread:CAPACITY,RECENT (or CAPACITY "
+    eviction: str = setting("none", "bounds each sequence's KV cache: reread:CAPACITY,RECENT (or CAPACITY "
                             "alone), snapkv:CAPACITY,WINDOW, streaming:SINKS,WINDOW or h2o:HEAVY,RECENT; "
                             "numbers may be omitted; none: every token stays")  # fmt: skip
-    prefix_cache: str = _option(
+    prefix_cache: str = setting(
         "auto", "whether prompts share the blocks of a common prefix", choices=("auto", "on", "off")
     )
-    prefix_store: str | None = _option(
+    prefix_store: str | None = setting(
         None,
         "FOLDER or FOLDER:SIZE (10GB) that keeps the keys and values of prompts: after a restart, and for "
         "other servers of the model; none: they end with the process",
     )
-    speculate: str | None = _option(
+    speculate: str | None = setting(
         None,
         "how tokens are drafted, which one pass verifies together; with --draft: suffix, trees and the draft "
         "in one tree, as without --speculate, or draft, it alone; none: only what --draft says",
         choices=tuple(dict.fromkeys((*ALONE, *WITH_DRAFT))),
     )
-    draft: str | None = _option(
+    draft: str | None = setting(
         None,
         "a model that drafts, or a head trained for this one: a folder, a .gguf file, a hub id, attar:tiny; "
         "suffix trees draft too",
     )
-    drafts: int | None = _option(None, "most tokens drafted for a sequence in a pass; none: by the method")
-    verification: str | None = _option(
+    drafts: int | None = setting(None, "most tokens drafted for a sequence in a pass; none: by the method")
+    verification: str | None = setting(
         None,
         "coupled: a seeded completion is the same without drafts; exact: more sampled drafts are accepted; "
         "typical: LOSSY, likely drafts are accepted whatever would have been sampled; none: coupled where "
@@ -145,27 +142,27 @@ class EngineSettings(SchedulingSettings):
 class TextSettings:
     """How a completion is sampled."""
 
-    max_tokens: int = _option(128, "most tokens generated for each completion")
-    temperature: float = _option(0.0, "0: always the most likely token; above: sampled")
-    top_p: float = _option(1.0, "the most likely tokens are kept until their mass is at least this")
-    top_k: int = _option(0, "number of most likely tokens to keep; 0: all")
-    min_p: float = _option(0.0, "tokens below this share of the largest probability are dropped")
-    min_tokens: int = _option(0, "before this number of tokens nothing ends a completion")
-    n: int = _option(1, "completions of each prompt")
-    stop: tuple[str, ...] = _option((), "string that ends a completion")
-    stop_ids: tuple[int, ...] = _option((), "token that ends a completion")
-    ignore_eos: bool = _option(False, "go on after the model's end token")
-    seed: int | None = _option(0, "of the sampling; none: a random one each time")
-    logprobs: int | None = _option(None, "with --json: log-probabilities, also of this many likely tokens")
-    prompt_logprobs: int | None = _option(None, "with --json: the same for the prompt's tokens")
-    repetition_penalty: float = _option(1.0, "logits of tokens in prompt or completion are divided by it")
-    presence_penalty: float = _option(0.0, "subtracted from the logits of tokens in the completion")
-    frequency_penalty: float = _option(0.0, "the same, once for each time a token is there")
-    logit_bias: tuple[str, ...] = _option((), "TOKEN=BIAS, added to a token's logit")
-    regex: str | None = _option(None, "the completion matches this pattern")
-    json_schema: str | None = _option(None, "the completion is JSON of this schema; @FILE reads a file")
-    grammar: str | None = _option(None, "the completion satisfies this Lark grammar; @FILE reads a file")
-    skip_special_tokens: bool = _option(True, "leave special tokens out of the text")
+    max_tokens: int = setting(128, "most tokens generated for each completion")
+    temperature: float = setting(0.0, "0: always the most likely token; above: sampled")
+    top_p: float = setting(1.0, "the most likely tokens are kept until their mass is at least this")
+    top_k: int = setting(0, "number of most likely tokens to keep; 0: all")
+    min_p: float = setting(0.0, "tokens below this share of the largest probability are dropped")
+    min_tokens: int = setting(0, "before this number of tokens nothing ends a completion")
+    n: int = setting(1, "completions of each prompt")
+    stop: tuple[str, ...] = setting((), "string that ends a completion")
+    stop_ids: tuple[int, ...] = setting((), "token that ends a completion")
+    ignore_eos: bool = setting(False, "go on after the model's end token")
+    seed: int | None = setting(0, "of the sampling; none: a random one each time")
+    logprobs: int | None = setting(None, "with --json: log-probabilities, also of this many likely tokens")
+    prompt_logprobs: int | None = setting(None, "with --json: the same for the prompt's tokens")
+    repetition_penalty: float = setting(1.0, "logits of tokens in prompt or completion are divided by it")
+    presence_penalty: float = setting(0.0, "subtracted from the logits of tokens in the completion")
+    frequency_penalty: float = setting(0.0, "the same, once for each time a token is there")
+    logit_bias: tuple[str, ...] = setting((), "TOKEN=BIAS, added to a token's logit")
+    regex: str | None = setting(None, "the completion matches this pattern")
+    json_schema: str | None = setting(None, "the completion is JSON of this schema; @FILE reads a file")
+    grammar: str | None = setting(None, "the completion satisfies this Lark grammar; @FILE reads a file")
+    skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
 
     def __post_init__(self) -> None:
         self.params()
@@ -188,18 +185,18 @@ class TextSettings:
 class ChatSettings(TextSettings):
     """How an answer is sampled."""
 
-    max_tokens: int = _option(1024, "most tokens of an answer")
+    max_tokens: int = setting(1024, "most tokens of an answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
     """What ``attar bench`` measures."""
 
-    batch: tuple[int, ...] = _option((1, 8), "completions that run together")
-    context: tuple[int, ...] = _option((128,), "tokens of each prompt")
-    tokens: int = _option(64, "tokens generated for each completion")
-    rounds: int = _option(3, "number of measurements; medians are shown")
-    seed: int = _option(0, "of the random prompts")
+    batch: tuple[int, ...] = setting((1, 8), "completions that run together")
+    context: tuple[int, ...] = setting((128,), "tokens of each prompt")
+    tokens: int = setting(64, "tokens generated for each completion")
+    rounds: int = setting(3, "number of measurements; medians are shown")
+    seed: int = setting(0, "of the random prompts")
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("context", 1), ("tokens", 2), ("rounds", 1)):

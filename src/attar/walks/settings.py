@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from attar.data.settings import check_text, data_field
 from attar.errors import SettingsError
+from attar.options import check_choices, setting
 
 FIRST_WEIGHT = 8.0
 """How many times the first tokens of a row count in the sums of a sweep where nothing was measured."""
@@ -28,54 +29,37 @@ class TrainSettings:
     A step sees ``batch_size * accumulate`` sequences of ``sequence_length`` tokens.
     """
 
-    steps: int = field(default=200, metadata={"help": "optimizer steps"})
-    batch_size: int = field(default=8, metadata={"help": "sequences in one forward pass"})
-    accumulate: int = field(default=1, metadata={"help": "forward passes added up before a step"})
-    sequence_length: int = field(default=512, metadata={"help": "tokens in a sequence, at most the context"})
-    packing: str = field(
-        default="stream",
-        metadata={
-            "help": "stream: documents one after another; separate: no row holds two, rows are padded",
-            "choices": ("stream", "separate"),
-        },
+    steps: int = setting(200, "optimizer steps")
+    batch_size: int = setting(8, "sequences in one forward pass")
+    accumulate: int = setting(1, "forward passes added up before a step")
+    sequence_length: int = setting(512, "tokens in a sequence, at most the context")
+    packing: str = setting(
+        "stream",
+        "stream: documents one after another; separate: no row holds two, rows are padded",
+        choices=("stream", "separate"),
     )
-    learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
-    optimizer: str = field(
-        default="adamw",
-        metadata={
-            "help": "adamw, or muon for the matrices with adamw for the rest",
-            "choices": ("adamw", "muon"),
-        },
+    learning_rate: float = setting(1e-3, "peak learning rate")
+    optimizer: str = setting(
+        "adamw", "adamw, or muon for the matrices with adamw for the rest", choices=("adamw", "muon")
     )
-    warmup: float = field(default=0.05, metadata={"help": "fraction of the steps spent warming up"})
-    min_lr_ratio: float = field(
-        default=0.1, metadata={"help": "learning rate at the end, as a fraction of the peak"}
+    warmup: float = setting(0.05, "fraction of the steps spent warming up")
+    min_lr_ratio: float = setting(0.1, "learning rate at the end, as a fraction of the peak")
+    weight_decay: float = setting(0.1, "decoupled weight decay of the matrices")
+    precision: str = setting(
+        "auto",
+        "arithmetic of the products; auto: bf16 where the device has it, else fp32",
+        choices=("auto", "bf16", "fp32"),
     )
-    weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay of the matrices"})
-    precision: str = field(
-        default="auto",
-        metadata={
-            "help": "arithmetic of the products; auto: bf16 where the device has it, else fp32",
-            "choices": ("auto", "bf16", "fp32"),
-        },
+    gradient_checkpointing: bool = setting(
+        False, "activations are computed again in the backward pass: less memory, a third slower"
     )
-    gradient_checkpointing: bool = field(
-        default=False,
-        metadata={"help": "activations are computed again in the backward pass: less memory, a third slower"},
-    )
-    evaluate_every: int = field(
-        default=0, metadata={"help": "steps between held-out losses; 0: only at the end"}
-    )
-    checkpoint_every: int = field(default=50, metadata={"help": "steps between resumable states"})
-    patience: int = field(
-        default=0, metadata={"help": "stop after this many held-out losses without a better one; 0: never"}
-    )
+    evaluate_every: int = setting(0, "steps between held-out losses; 0: only at the end")
+    checkpoint_every: int = setting(50, "steps between resumable states")
+    patience: int = setting(0, "stop after this many held-out losses without a better one; 0: never")
     data: str = data_field()
     bos: ClassVar[str] = "auto"  # where the tokenizer itself puts one
-    seed: int = field(default=0, metadata={"help": "seed of the data order and of every draw"})
-    device: str = field(
-        default="auto", metadata={"help": "auto (a GPU where there is one), cpu, cuda or cuda:1"}
-    )
+    seed: int = setting(0, "seed of the data order and of every draw")
+    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda or cuda:1")
 
     def __post_init__(self) -> None:
         check_text(self)
@@ -87,11 +71,6 @@ class TrainSettings:
         check_range("learning_rate", self.learning_rate, 1e-12, 10.0, "between 1e-12 and 10")
         check_range("warmup", self.warmup, 0.0, 1.0, "between 0 and 1")
         check_range("min_lr_ratio", self.min_lr_ratio, 0.0, 1.0, "between 0 and 1")
-        if self.optimizer not in ("adamw", "muon"):
-            raise SettingsError("optimizer", self.optimizer, "adamw or muon")
-        if self.packing not in ("stream", "separate"):
-            raise SettingsError("packing", self.packing, "stream or separate")
-        if self.precision not in ("auto", "bf16", "fp32"):
-            raise SettingsError("precision", self.precision, "auto, bf16 or fp32")
+        check_choices(self)
         if self.patience and not self.evaluate_every:
             raise SettingsError("patience", self.patience, "0 unless evaluate_every is set")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from attar.errors import SettingsError
+from attar.options import setting
 
 NAMES = (
     "length",
@@ -26,41 +27,29 @@ ON_REQUEST = {"language": "language", "contamination": "evaluation", "self_consi
 class FilterSettings:
     """Which rows of a collection are kept."""
 
-    filters: str = field(
-        default="auto",
-        metadata={
-            "help": "none, or their names with commas: length, refusal, language, contamination, "
-            "self_consistency, near_duplicates; auto: length, refusal, near_duplicates, and those whose "
-            "option is given"
-        },
+    filters: str = setting(
+        "auto",
+        "none, or their names with commas: length, refusal, language, contamination, "
+        "self_consistency, near_duplicates; auto: length, refusal, near_duplicates, and those whose "
+        "option is given",
     )
-    least_words: int = field(default=1, metadata={"help": "fewest words of an answer"})
-    most_words: int = field(default=0, metadata={"help": "most words of an answer; 0: any number"})
-    keep_cut: bool = field(
-        default=False, metadata={"help": "keep answers that ended at the limit of their tokens"}
+    least_words: int = setting(1, "fewest words of an answer")
+    most_words: int = setting(0, "most words of an answer; 0: any number")
+    keep_cut: bool = setting(False, "keep answers that ended at the limit of their tokens")
+    refusals: str = setting(
+        "", "a text file with phrases that begin a refusal, one a line; none: attar's own"
     )
-    refusals: str = field(
-        default="",
-        metadata={"help": "a text file with phrases that begin a refusal, one a line; none: attar's own"},
+    language: str = setting("", "language codes that an answer may have: en, or en,de; none: any")
+    evaluation: tuple[str, ...] = setting(
+        (), "text or JSONL files of evaluations: rows that share a run of words with them go"
     )
-    language: str = field(
-        default="", metadata={"help": "language codes that an answer may have: en, or en,de; none: any"}
+    evaluation_run: int = setting(13, "words in such a run (GPT-3 took 13)")
+    agreement: float = setting(
+        0.0,
+        "least share of a prompt's samples that must have one final answer; those that have "
+        "another go; 0: no vote",
     )
-    evaluation: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "text or JSONL files of evaluations: rows that share a run of words with them go"},
-    )
-    evaluation_run: int = field(default=13, metadata={"help": "words in such a run (GPT-3 took 13)"})
-    agreement: float = field(
-        default=0.0,
-        metadata={
-            "help": "least share of a prompt's samples that must have one final answer; those that have "
-            "another go; 0: no vote"
-        },
-    )
-    similarity: float = field(
-        default=0.8, metadata={"help": "Jaccard similarity from which on a later row is a near-duplicate"}
-    )
+    similarity: float = setting(0.8, "Jaccard similarity from which on a later row is a near-duplicate")
 
     def __post_init__(self) -> None:
         for name in self.names:

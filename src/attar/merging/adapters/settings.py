@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from attar.errors import SettingsError
+from attar.options import check_choices, setting
 from attar.walks.settings import check_range
 
 VERSION = 1
@@ -18,37 +18,26 @@ class ExtractSettings:
     """Write the difference of two models as a LoRA adapter: of low rank for Linear weights, whole for the
     rest."""
 
-    rank: int = field(default=32, metadata={"help": "rank of every Linear's update at most"})
-    energy: float = field(
-        default=0.0,
-        metadata={
-            "help": "each Linear gets the smallest rank that holds this share of its update's squared norm, "
-            "such as 0.95; 0: the full rank everywhere"
-        },
+    rank: int = setting(32, "rank of every Linear's update at most")
+    energy: float = setting(
+        0.0,
+        "each Linear gets the smallest rank that holds this share of its update's squared norm, "
+        "such as 0.95; 0: the full rank everywhere",
     )
-    others: str = field(
-        default="save",
-        metadata={
-            "help": "embeddings, head, norms and biases that differ: save them whole in the adapter, or "
-            "leave them out and list them in the card",
-            "choices": OTHERS,
-        },
+    others: str = setting(
+        "save",
+        "embeddings, head, norms and biases that differ: save them whole in the adapter, or "
+        "leave them out and list them in the card",
+        choices=OTHERS,
     )
-    exact: bool = field(
-        default=False,
-        metadata={
-            "help": "full decomposition of large matrices too: slower, better by a percent or two at most"
-        },
+    exact: bool = setting(
+        False, "full decomposition of large matrices too: slower, better by a percent or two at most"
     )
-    dtype: str = field(
-        default="float32", metadata={"help": "number type of the adapter's tensors", "choices": DTYPES}
-    )
-    seed: int = field(default=0, metadata={"help": "of the start of large decompositions"})
+    dtype: str = setting("float32", "number type of the adapter's tensors", choices=DTYPES)
+    seed: int = setting(0, "of the start of large decompositions")
 
     def __post_init__(self) -> None:
         check_range("rank", self.rank, 1, 2**16, "at least 1")
         check_range("energy", self.energy, 0.0, 1.0, "0 (off), or a share up to 1")
-        for name, allowed in (("others", OTHERS), ("dtype", DTYPES)):
-            if getattr(self, name) not in allowed:
-                raise SettingsError(name, getattr(self, name), " or ".join(allowed))
+        check_choices(self)
         check_range("seed", self.seed, 0, 2**63 - 1, "0 or more")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import SettingsError, nearest
+from attar.options import setting
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
 ALONE = ("ngram", "suffix", "lookahead", "self", "mtp")  # methods that need no draft model
@@ -80,35 +81,31 @@ class SpeculationSettings:
 SETS = ("code", "prose", "json", "repetition", "random")
 
 
-def _option(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
     """Methods of speculation to compare with plain decoding."""
 
-    speculate: tuple[str, ...] = _option((), "measure this method of speculation against plain decoding",
+    speculate: tuple[str, ...] = setting((), "measure this method of speculation against plain decoding",
                                          choices=ALONE)  # fmt: skip
-    draft: tuple[str, ...] = _option(
+    draft: tuple[str, ...] = setting(
         (), "measure this draft model or head, alone and with suffix trees, against plain decoding"
     )
-    drafts: tuple[int, ...] = _option(
+    drafts: tuple[int, ...] = setting(
         (), "with each method: drafts of a pass at most; none: its usual number"
     )
-    verification: str | None = _option(
+    verification: str | None = setting(
         None,
         "coupled or exact; typical: LOSSY, likely drafts are accepted; none: coupled, for every prompt has a "
         "seed",
         choices=MODES,
     )
-    fixed: bool = _option(False, "always draft this many tokens, also where they do not pay")
-    prompts: int = _option(4, "prompts of each set")
-    sets: tuple[str, ...] = _option(SETS, "a set of prompts", choices=SETS)
-    prompt_file: str | None = _option(
+    fixed: bool = setting(False, "always draft this many tokens, also where they do not pay")
+    prompts: int = setting(4, "prompts of each set")
+    sets: tuple[str, ...] = setting(SETS, "a set of prompts", choices=SETS)
+    prompt_file: str | None = setting(
         None, "questions in Spec-Bench's format (JSON lines) instead of the sets"
     )
-    temperature: float = _option(0.0, "0: always the likeliest token; above: sampled, with one seed a prompt")
+    temperature: float = setting(0.0, "0: always the likeliest token; above: sampled, with one seed a prompt")
 
     def __post_init__(self) -> None:
         for name in ("prompts", *(("drafts",) if self.drafts else ())):

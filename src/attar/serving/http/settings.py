@@ -10,6 +10,7 @@ from typing import Any
 
 from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
+from attar.options import setting
 from attar.progress import Progress
 from attar.serving.http.transport import ConnectionSettings
 from attar.serving.services.settings import ServiceSettings
@@ -31,37 +32,25 @@ def is_key(text: object) -> bool:
 class LimitSettings:
     """What requests may take and do: bounds, and times in seconds."""
 
-    max_body: int = field(default=MIB, metadata={"help": "bytes of a request at most"})
-    max_prompts: int = field(default=64, metadata={"help": "prompts in one completion request at most"})
-    max_texts: int = field(
-        default=128, metadata={"help": "completions of one request, prompts times n, at most"}
+    max_body: int = setting(MIB, "bytes of a request at most")
+    max_prompts: int = setting(64, "prompts in one completion request at most")
+    max_texts: int = setting(128, "completions of one request, prompts times n, at most")
+    max_queue: int = setting(256, "completions that may wait; more get 429")
+    max_connections: int = setting(1024, "open connections; idle ones make room for new ones")
+    client_share: float = setting(
+        0.0,
+        "fraction of all completions and connections that one key or address may hold; "
+        "0: half where several may call, else all",
     )
-    max_queue: int = field(default=256, metadata={"help": "completions that may wait; more get 429"})
-    max_connections: int = field(
-        default=1024, metadata={"help": "open connections; idle ones make room for new ones"}
-    )
-    client_share: float = field(
-        default=0.0,
-        metadata={
-            "help": "fraction of all completions and connections that one key or address may hold; "
-            "0: half where several may call, else all"
-        },
-    )
-    header_s: float = field(default=10.0, metadata={"help": "seconds for a request's headers"})
-    body_s: float = field(default=30.0, metadata={"help": "seconds for a request's body"})
-    idle_s: float = field(default=30.0, metadata={"help": "seconds that a connection may be idle"})
-    write_s: float = field(
-        default=60.0, metadata={"help": "seconds for a client to read a piece of its answer"}
-    )
-    request_s: float = field(default=0.0, metadata={"help": "seconds a request may take; 0: any time"})
-    drain_s: float = field(default=30.0, metadata={"help": "seconds that running requests get on SIGTERM"})
-    alive_s: float = field(
-        default=15.0, metadata={"help": "seconds of silence before a stream sends a comment"}
-    )
-    priority: bool = field(default=False, metadata={"help": "every request may have a priority"})
-    allow_special_tokens: bool = field(
-        default=False, metadata={"help": "special tokens in messages are special tokens, not text"}
-    )
+    header_s: float = setting(10.0, "seconds for a request's headers")
+    body_s: float = setting(30.0, "seconds for a request's body")
+    idle_s: float = setting(30.0, "seconds that a connection may be idle")
+    write_s: float = setting(60.0, "seconds for a client to read a piece of its answer")
+    request_s: float = setting(0.0, "seconds a request may take; 0: any time")
+    drain_s: float = setting(30.0, "seconds that running requests get on SIGTERM")
+    alive_s: float = setting(15.0, "seconds of silence before a stream sends a comment")
+    priority: bool = setting(False, "every request may have a priority")
+    allow_special_tokens: bool = setting(False, "special tokens in messages are special tokens, not text")
 
     def __post_init__(self) -> None:
         for name, least, most in _RANGES:
@@ -75,36 +64,24 @@ class LimitSettings:
 class ServerSettings(LimitSettings):
     """Address, callers and limits of the server."""
 
-    host: str = field(
-        default="127.0.0.1", metadata={"help": "address to listen on; unix:PATH: a unix socket"}
+    host: str = setting("127.0.0.1", "address to listen on; unix:PATH: a unix socket")
+    port: int = setting(8000, "port; 0: any that is free")
+    name: str = setting("", "the model's name for clients; empty: MODEL as it is written")
+    api_key: tuple[str, ...] = setting(
+        (),
+        "key that clients must send, 8 characters at least; the variable ATTAR_API_KEY "
+        "hides it from ps; none: everybody may call, unless there is a file of keys",
     )
-    port: int = field(default=8000, metadata={"help": "port; 0: any that is free"})
-    name: str = field(
-        default="", metadata={"help": "the model's name for clients; empty: MODEL as it is written"}
+    keys: str = setting("", "file of keys with limits of their own")
+    allowed_host: tuple[str, ...] = setting((), "name by which browsers may call it, besides localhost")
+    compare: str = setting("", "a second model, for comparisons: same options, without speculation")
+    engine: str = setting(
+        "attar",
+        "attar, or vllm: vLLM's server as a child process, behind this one; its own options "
+        "follow in the same text: 'vllm -tp 2'",
     )
-    api_key: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "key that clients must send, 8 characters at least; the variable ATTAR_API_KEY "
-            "hides it from ps; none: everybody may call, unless there is a file of keys"
-        },
-    )
-    keys: str = field(default="", metadata={"help": "file of keys with limits of their own"})
-    allowed_host: tuple[str, ...] = field(
-        default=(), metadata={"help": "name by which browsers may call it, besides localhost"}
-    )
-    compare: str = field(
-        default="", metadata={"help": "a second model, for comparisons: same options, without speculation"}
-    )
-    engine: str = field(
-        default="attar",
-        metadata={
-            "help": "attar, or vllm: vLLM's server as a child process, behind this one; its own options "
-            "follow in the same text: 'vllm -tp 2'"
-        },
-    )
-    page: bool = field(default=True, metadata={"help": "a page for people at /"})
-    log_prompts: bool = field(default=False, metadata={"help": "write prompts to the log"})
+    page: bool = setting(True, "a page for people at /")
+    log_prompts: bool = setting(False, "write prompts to the log")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,18 +129,10 @@ class ServerSettings(LimitSettings):
 class ModelsSettings:
     """Further models, by the names that requests give."""
 
-    named_model: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "NAME=PATH: a further model, loaded when a request names it"},
-    )
-    model_folder: str = field(
-        default="", metadata={"help": "folder whose models are further ones, by the names they have there"}
-    )
-    model_memory: str = field(
-        default="",
-        metadata={
-            "help": "memory of all models, such as 6GB: those used least recently make room; empty: no limit"
-        },
+    named_model: tuple[str, ...] = setting((), "NAME=PATH: a further model, loaded when a request names it")
+    model_folder: str = setting("", "folder whose models are further ones, by the names they have there")
+    model_memory: str = setting(
+        "", "memory of all models, such as 6GB: those used least recently make room; empty: no limit"
     )
 
     def __post_init__(self) -> None:
@@ -185,7 +154,7 @@ class ModelsSettings:
 class LoraLimitSettings:
     """How many LoRA adapters a model may have."""
 
-    max_loras: int = field(default=16, metadata={"help": "adapters that are loaded at the same time"})
+    max_loras: int = setting(16, "adapters that are loaded at the same time")
 
     def __post_init__(self) -> None:
         if self.max_loras < 1:
@@ -196,12 +165,9 @@ class LoraLimitSettings:
 class LoraSettings(LoraLimitSettings):
     """LoRA adapters of the model, by the names that requests give."""
 
-    lora: tuple[str, ...] = field(default=(), metadata={"help": "NAME=PATH: an adapter that peft wrote"})
-    lora_folder: str = field(
-        default="",
-        metadata={
-            "help": "requests may load adapters from below this folder, and unload all; empty: neither"
-        },
+    lora: tuple[str, ...] = setting((), "NAME=PATH: an adapter that peft wrote")
+    lora_folder: str = setting(
+        "", "requests may load adapters from below this folder, and unload all; empty: neither"
     )
 
     def __post_init__(self) -> None:
@@ -236,13 +202,11 @@ def _named_path(setting: str, text: str) -> tuple[str, str]:
 class EmbeddingSettings:
     """How texts become embeddings."""
 
-    pooling: str = field(
-        default="auto",
-        metadata={
-            "help": "what an embedding is made of: mean, last (causal models), cls (encoders), none; "
-            "auto: what an encoder's folder says, none for causal models",
-            "choices": ("auto", "none", "mean", "last", "cls"),
-        },
+    pooling: str = setting(
+        "auto",
+        "what an embedding is made of: mean, last (causal models), cls (encoders), none; "
+        "auto: what an encoder's folder says, none for causal models",
+        choices=("auto", "none", "mean", "last", "cls"),
     )
 
     @property
@@ -261,37 +225,28 @@ class EmbeddingSettings:
 class TemplateSettings:
     """How conversations become prompts, and completions become answers."""
 
-    chat_template: str = field(
-        default="",
-        metadata={
-            "help": "file of a chat template in place of the model's own; plain: the messages' texts alone, "
-            "for a model that continues text"
-        },
+    chat_template: str = setting(
+        "",
+        "file of a chat template in place of the model's own; plain: the messages' texts alone, "
+        "for a model that continues text",
     )
-    generation_config: str = field(
-        default="auto",
-        metadata={
-            "help": "sampling parameters of requests without their own; auto: the model's "
-            "generation_config.json; none; or a file"
-        },
+    generation_config: str = setting(
+        "auto",
+        "sampling parameters of requests without their own; auto: the model's "
+        "generation_config.json; none; or a file",
     )
-    tool_parser: str = field(
-        default="auto",
-        metadata={
-            "help": "form of calls of tools: harmony, hermes, qwen_xml, pythonic, llama3, mistral or json; "
-            "auto: by the chat template"
-        },
+    tool_parser: str = setting(
+        "auto",
+        "form of calls of tools: harmony, hermes, qwen_xml, pythonic, llama3, mistral or json; "
+        "auto: by the chat template",
     )
-    reasoning_parser: str = field(
-        default="auto",
-        metadata={"help": "tags around reasoning: think, mistral, seed or none; auto: by the chat template"},
+    reasoning_parser: str = setting(
+        "auto", "tags around reasoning: think, mistral, seed or none; auto: by the chat template"
     )
-    volatile_line: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "start of a line of system prompts that changes from request to request, such as "
-            "'Current time:'; such lines come behind the conversation, so that cached prefixes are reused"
-        },
+    volatile_line: tuple[str, ...] = setting(
+        (),
+        "start of a line of system prompts that changes from request to request, such as "
+        "'Current time:'; such lines come behind the conversation, so that cached prefixes are reused",
     )
 
     def __post_init__(self) -> None:

@@ -7,12 +7,13 @@ import socket
 import ssl
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from attar.errors import OutputError, SettingsError
+from attar.options import setting
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -26,11 +27,10 @@ PREFLIGHT_S = 600  # a browser remembers what is allowed
 class ConnectionSettings:
     """How clients reach the server."""
 
-    tls_cert: str = field(default="", metadata={"help": "file of the TLS certificate and its chain, PEM"})
-    tls_key: str = field(default="", metadata={"help": "file of the certificate's private key, PEM"})
-    cors_origin: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "origin of web pages that may call the server, https://example.com; *: all"},
+    tls_cert: str = setting("", "file of the TLS certificate and its chain, PEM")
+    tls_key: str = setting("", "file of the certificate's private key, PEM")
+    cors_origin: tuple[str, ...] = setting(
+        (), "origin of web pages that may call the server, https://example.com; *: all"
     )
 
     def __post_init__(self) -> None:

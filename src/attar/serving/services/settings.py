@@ -5,36 +5,33 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import SettingsError, UsageError
+from attar.options import setting
 
 KEY_VARIABLE = "ATTAR_SERVICE_KEY"
 ROLES = ("draft", "target", "coordinator")
 _ENDPOINT = re.compile(r"(https?://|grpcs?://)?(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})/?")
 
 
-def _option(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
     """Draft, target and coordinator as processes of their own."""
 
-    role: str | None = _option(
+    role: str | None = setting(
         None,
         "draft: MODEL drafts for others; target: MODEL runs for a coordinator, and answers requests itself; "
         "coordinator: joins the two, with the tokenizer of MODEL; none: an ordinary server",
         choices=ROLES,
     )
-    target_endpoint: str | None = _option(None, "HOST:PORT of the target, for a coordinator")
-    draft_endpoint: tuple[str, ...] = _option(
+    target_endpoint: str | None = setting(None, "HOST:PORT of the target, for a coordinator")
+    draft_endpoint: tuple[str, ...] = setting(
         (), "HOST:PORT of a service that drafts, for a coordinator or an ordinary server"
     )
-    grpc_port: int = _option(9000, "port for other services, of a draft or a target; 0: any that is free")
-    service_ca: str = _option(
+    grpc_port: int = setting(9000, "port for other services, of a draft or a target; 0: any that is free")
+    service_ca: str = setting(
         "", "certificates (PEM) that a target or draft must have; none: no TLS between services"
     )
 
