@@ -12,10 +12,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint import Card, open_checkpoint
+from attar.checkpoint.open import Checkpoint
 from attar.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Card, Checkpoint, open_checkpoint
     from attar.errors import (
         AttarError,
         CheckpointError,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attar.checkpoint import atomic, remote
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import Processes
 from attar.checkpoint.readme import FILE as README
 from attar.checkpoint.readme import with_new_readme
@@ -29,7 +30,6 @@ from attar.tracking.track import stage_run
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from attar.checkpoint import Checkpoint
     from attar.checkpoint.description import Inspection
     from attar.cluster.settings import ClusterSettings
     from attar.collection.collect import CollectionResult

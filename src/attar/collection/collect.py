@@ -21,6 +21,7 @@ from attar.checkpoint.hashing import identity, sha256_file
 from attar.checkpoint.licence_gate import check_licences
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import root_licences
+from attar.checkpoint.open import Checkpoint
 from attar.collection.cost import CollectionEstimate, estimate, price, row_tokens
 from attar.collection.crew import Crew, RunTally
 from attar.collection.event_loop import interrupts, run_to_end
@@ -39,7 +40,6 @@ from attar.options import flatten
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
     from attar.cluster.settings import ClusterSettings
 
 EXAMPLES = 3  # of refused requests, in messages

@@ -3,13 +3,11 @@ bytes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.deployment.settings import ExportSettings
@@ -19,9 +17,6 @@ from attar.models.loading.single_experts import stacked_reader
 from attar.models.loading.stored import decoded_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def refuse(source: Checkpoint, settings: ExportSettings) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from attar.checkpoint.atomic import save_tensors, write_config
 from attar.checkpoint.draft_head import published_target
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import check_fits, compare
@@ -18,9 +17,6 @@ from attar.formats.draft_heads.table import HEAD_LAYOUTS
 from attar.models.draft_heads.content import head_content, head_target
 from attar.models.draft_heads.kind import is_draft_head
 from attar.progress import Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def refuse(source: Checkpoint, settings: ExportSettings) -> None:

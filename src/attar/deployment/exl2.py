@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.deployment.settings import ExportSettings
 from attar.deployment.swept import SweptExport, SweptFolder, linears
@@ -37,9 +38,6 @@ from attar.quantization.methods.exl2 import (
     quantize_layer,
 )
 from attar.walks.solvers import LinearSolver, Solution
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def refuse(source: Checkpoint, settings: ExportSettings) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config, write_json
 from attar.checkpoint.normal_form import with_tie
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.tensors import tensor_bytes
 from attar.deployment.settings import ExportSettings
@@ -26,9 +27,6 @@ from attar.progress import Progress
 from attar.quantization.hessian import Hessian
 from attar.quantization.methods.exl3 import quantize_layer
 from attar.walks.solvers import LinearSolver, Solution
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 STORAGE = "quantization_config.json"
 """What ExLlamaV3 writes beside config.json, and GPTQModel asks for."""

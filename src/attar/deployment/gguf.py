@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from attar.checkpoint import atomic
 from attar.checkpoint.licences import hub_tags
 from attar.checkpoint.lineage import duties_of
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.processes import Processes
 from attar.checkpoint.readme import HUB_NAME, MODELFILE
@@ -49,9 +50,6 @@ from attar.formats.readers import Decoded, quant_method
 from attar.kernels.threads import one_thread
 from attar.progress import Progress
 from attar.quantization.gates import checked_layers
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 CHUNK = 1 << 20  # weights decoded at a time
 WAITING = 2  # tensors whose digests are still computed while the next are rounded

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.open import Checkpoint
 from attar.deployment.gguf_types import FLOATS, TensorTypes, stored_codes
 from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
@@ -41,7 +42,6 @@ from attar.quantization.schemes import QuantizationScheme
 from attar.quantization.settings import QuantizeSettings, quantize_settings
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
     from attar.checkpoint.processes import Processes
     from attar.deployment.imatrix import Sums
     from attar.quantization.plan import QuantizationPlan

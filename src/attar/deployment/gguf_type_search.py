@@ -19,8 +19,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, SettingsError
@@ -49,10 +50,6 @@ from attar.quantization.mixed_precision.sensitivity import (
 )
 from attar.sensitivity.measurements import Measurement
 from attar.sensitivity.weight_changes import SensitivityInputs, group_name, load_inputs, shared_groups
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
-
 
 WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 """Candidates where 256 divides K."""

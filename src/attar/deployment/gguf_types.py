@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import Processes
 from attar.checkpoint.units import byte_count
 from attar.deployment.settings import ExportSettings
@@ -24,9 +25,6 @@ from attar.formats.mxfp4 import ExpertMXFP4Reader
 from attar.formats.readers import FormatReader, quant_method, reader
 from attar.formats.rules import WeightRule
 from attar.progress import Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 FLOATS = ("F32", "F16", "BF16")
 FEW_BITS = 4.0  # of a weight: below, rounding with data wins much back (docs/export.md)

@@ -17,13 +17,14 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.errors import NumericsError
 from attar.models.anatomy.discover import discover
@@ -31,10 +32,6 @@ from attar.progress import SILENT, Progress
 from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 from attar.walks.passes import StopForward
 from attar.walks.sweep import SweepOptions, observe
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
-
 
 MEMORY = 4 * 2**30  # bytes of hidden states in memory; the rest is on disk
 RESULT = "importance.safetensors"

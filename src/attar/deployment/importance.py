@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import COMPRESSION
 from attar.deployment.gguf_types import FLOATS
@@ -26,7 +27,6 @@ EMBEDDING = "token_embd.weight"
 SHOWN = 6  # names in a sentence
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
     from attar.checkpoint.processes import Processes
     from attar.deployment.imatrix import Sums
     from attar.formats.gguf.placement import Placement

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.shards import TensorSpec
 from attar.deployment.verify import check_fits
 from attar.errors import ModelError
@@ -32,9 +33,6 @@ from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import Experts
 from attar.models.loading.stored import stored_names
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 HALF = ("gptq", "awq")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.mlx_folder import FAMILIES, mlx_name
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import TensorInfo, read_tensor, stored_dtype
@@ -49,9 +50,6 @@ from attar.progress import Progress
 from attar.quantization.grids import IntGrid, MXFP4Grid, MXFP8Grid, NVFP4Grid
 from attar.quantization.grids.scales import choose_scales
 from attar.walks.stream import WriteStep, stream_steps
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 LAYOUTS = ("compressed-tensors", "gptq", "awq")
 """Layouts whose codes are carried."""

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.deployment.packed import copy_tensors
@@ -25,9 +25,6 @@ from attar.formats.readers import quant_method, reader
 from attar.models.loading.single_experts import Stacked, stacked_reader, stacks_of
 from attar.progress import Progress
 from attar.walks.stream import WriteStep, stream_steps
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 FAMILY = "gpt_oss"
 DENSE = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")

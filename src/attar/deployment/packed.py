@@ -12,13 +12,13 @@ copied and checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.deployment.integers import IntegerConversion, refuse_source
@@ -31,9 +31,6 @@ from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompresse
 from attar.formats.readers import quant_method, reader
 from attar.progress import Progress
 from attar.walks.stream import stream
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 INTEGERS = ("compressed-tensors", "gptq", "awq", "gguf")
 """Layouts whose readers give integer codes."""

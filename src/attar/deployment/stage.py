@@ -25,14 +25,14 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attar.checkpoint import atomic
 from attar.checkpoint.card import FILE, Card
 from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.lineage import TEXTS, texts_file
 from attar.checkpoint.mtp import LEFT_OUT
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.readme import FILE as README
 from attar.checkpoint.readme import MODELFILE, write_readme
@@ -46,9 +46,6 @@ from attar.errors import DataError, ModelError, SettingsError
 from attar.models.draft_heads.kind import is_draft_head
 from attar.models.loading.fit import admit
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 WRITERS = {
     "dense": "dense",

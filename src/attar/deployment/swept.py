@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
@@ -40,9 +40,6 @@ from attar.walks.settings import FIRST_WEIGHT
 from attar.walks.solvers import LinearSolver
 from attar.walks.stream import stream
 from attar.walks.sweep import SweepOptions, SweepResult, sweep_linears
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 HEAD = "lm_head"

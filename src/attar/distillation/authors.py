@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from attar.checkpoint.card import Parent
 from attar.checkpoint.licence_gate import check_licences
 from attar.checkpoint.lineage import as_parent
+from attar.checkpoint.open import Checkpoint
 from attar.data.provenance import provenance
 from attar.distillation.settings import RowSettings
 from attar.progress import Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def check_authors(

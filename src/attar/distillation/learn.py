@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.open import Checkpoint
 from attar.data.examples import Examples
 from attar.distillation.features.feature import LAYER_WEIGHTS
 from attar.distillation.features.learned_map import hard_map
@@ -41,9 +42,6 @@ from attar.walks.distributed import blocks_of, sharded, shards
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
 from attar.walks.train import BatchSource, TrainHistory, train
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def learn(

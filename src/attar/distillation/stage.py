@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import produce
 from attar.checkpoint.processes import Processes
 from attar.data.auto import fit
@@ -43,9 +43,6 @@ from attar.models.surgery.zeros import resolve_zeros, stated_zeros, zero_mask
 from attar.progress import SILENT, Progress
 from attar.walks.masks import Masks
 from attar.walks.train import TrainHistory
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 ADAPTER = "adapter"  # folder of the adapters inside the output
 

@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attar.checkpoint.companions import GENERATION
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.parts import part_of
 from attar.checkpoint.tensors import check_finite
 from attar.errors import AttarError, NumericsError
@@ -36,9 +36,6 @@ from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_names
 from attar.models.mtp_head import load_mtp_head
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 ANSWER = 96
 """Tokens of an answer, at most."""

@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.packing import pack, row_length
 from attar.errors import ModelError
 from attar.merging.settings import MergeSettings
@@ -31,9 +32,6 @@ from attar.models.loading.empty import empty_model
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.models.loading.stored import stored_names
 from attar.walks.objectives import masked_token_loss, next_token_loss
-
-if TYPE_CHECKING:
-    from attar.checkpoint.open import Checkpoint
 
 DIGITS = 6
 LOGIT_BYTES = 256 * 2**20  # of one pass, in float32

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy.discover import discover
@@ -19,9 +19,6 @@ from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_names
 from attar.pruning.settings import ZerosSettings
 from attar.sparsity import Sparsity, parse_sparsity
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 

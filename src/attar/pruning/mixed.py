@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attar.checkpoint.atomic import hidden
+from attar.checkpoint.open import Checkpoint
 from attar.data.auto import fit
 from attar.errors import UsageError
 from attar.importance.scoring import UnitScoring, no_loss
@@ -33,9 +34,6 @@ from attar.pruning.reconstruction.units import reconstruct_units
 from attar.pruning.settings import PruneSettings
 from attar.pruning.task import PruneTask, calibration
 from attar.pruning.units import checked_cut
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def prune_mixed(task: PruneTask) -> None:

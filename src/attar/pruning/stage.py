@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
@@ -21,9 +20,6 @@ from attar.pruning.structures import STRUCTURES
 from attar.pruning.task import PruneTask
 from attar.pruning.units import prune_units
 from attar.pruning.zeros import ZEROS, prune_zeros, sees_text
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def prune(

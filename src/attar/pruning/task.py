@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.data.packing import calibration_batches, row_length
 from attar.data.seen import note_texts, record
 from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 from attar.pruning.settings import PruneSettings
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

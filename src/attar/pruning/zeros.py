@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
-from attar.checkpoint.open import check_finite, open_checkpoint
+from attar.checkpoint.open import Checkpoint, check_finite, open_checkpoint
 from attar.checkpoint.shards import TensorSpec
 from attar.errors import NumericsError
 from attar.models.loading.device import pick_device
@@ -39,9 +39,6 @@ from attar.quantization.gates import unseen_inputs
 from attar.sparsity import NOTHING_PAYS, Sparsity, parse_sparsity, zeros_statement
 from attar.walks.stream import stream
 from attar.walks.sweep import SweepOptions, sweep_linears
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 Biases = Mapping[str, Tensor]
 """New biases, by module name."""

@@ -14,11 +14,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import COMPRESSION
@@ -32,9 +33,6 @@ from attar.quantization.grids.fp4 import E4M3_LARGEST
 from attar.quantization.plan import QuantizationPlan, static_inputs
 from attar.quantization.settings import QuantizeSettings
 from attar.walks.sweep import SweepOptions, observe
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def batches_of(checkpoint: Checkpoint, settings: QuantizeSettings) -> list[Tensor]:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.packing import PackedRows, evaluation_rows, row_length
 from attar.data.seen import held_out_note
 from attar.formats.readers import Decoded, as_stored
@@ -23,9 +24,6 @@ from attar.quantization.gates import check_layers, check_model, raise_on_error, 
 from attar.quantization.plan import QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
 from attar.sensitivity.compare import Comparison, compare
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 LENGTH = 256  # tokens in a row of the comparison
 PROMPT = 32  # tokens of the prompt of the greedy sample

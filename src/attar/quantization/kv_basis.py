@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.errors import SettingsError
 from attar.progress import Progress
 from attar.runtime.kv.basis_file import write_basis
@@ -30,9 +31,6 @@ from attar.runtime.loading import load
 from attar.runtime.runner.kept_shapes import probed_shape
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 BLOCK = 16
 MOST = 8.0  # factors are within 1 / MOST and MOST

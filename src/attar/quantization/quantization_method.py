@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.progress import Progress
 from attar.quantization.calibration import batches_of
@@ -17,9 +18,6 @@ from attar.quantization.grids import QuantizedTensor
 from attar.quantization.plan import QuantizationPlan
 from attar.quantization.settings import MethodSettings, QuantizeSettings
 from attar.walks.sweep import AfterBlocks
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 CodeSource = Callable[[str, Callable[[], Tensor]], QuantizedTensor]
 """``codes(stored name, load)``: the quantized weight of a layer; ``load()`` reads the dense one as it is

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.lineage import texts_of
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
@@ -52,9 +52,6 @@ from attar.quantization.transforms.apply import apply_transforms
 from attar.quantization.tuning import training_rows, tuned, with_tuning
 from attar.quantization.write import loads_in, warnings, write
 from attar.sparsity import STORED_AS_CODES, Sparsity, zeros_statement
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def quantize(

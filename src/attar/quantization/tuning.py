@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.packing import pack, row_length
 from attar.data.sources import COMPRESSION
 from attar.errors import AttarError, DataError, SettingsError
@@ -33,9 +34,6 @@ from attar.quantization.quantization_method import RoundedModel, RoundingTask
 from attar.quantization.settings import BEST_SAMPLES, HELD_OUT, TUNE_TOKENS, QuantizeSettings, tuning_memory
 from attar.walks.distributed import agreed_precision
 from attar.walks.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.checkpoint.shards import TensorSpec, shard_bytes
 from attar.checkpoint.tensors import TORCH, check_finite, stored_dtype
@@ -27,7 +28,6 @@ from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.walks.stream import SHARD_BYTES, stream
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
     from attar.quantization.quantization_method import CodeSource
 
 FLOATS = ("F64", "F32", "F16", "BF16")

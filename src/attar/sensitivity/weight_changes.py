@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.checkpoint.hashing import sha256_text
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import fingerprint
@@ -43,9 +44,6 @@ from attar.options import flatten
 from attar.progress import SILENT, Progress
 from attar.sensitivity.measurements import Measurement, SensitivityKey, read, write
 from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 ROWS = 32  # calibration sequences that sensitivities are measured on
 

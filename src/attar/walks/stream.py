@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
     from attar.checkpoint.shards import TensorSpec
     from attar.checkpoint.tensors import TensorInfo
 

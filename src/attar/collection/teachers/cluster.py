@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attar.checkpoint.open import Checkpoint
 from attar.cluster.settings import ClusterSettings
 from attar.collection.requests import TeacherRequest
 from attar.collection.retry import TeacherFailure
 from attar.collection.settings import CollectSettings
 from attar.collection.teachers import TeacherAnswer
 from attar.collection.teachers.local import LocalTeacher
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 DEATHS = 3
 """Actors that a request may lose before it is refused."""

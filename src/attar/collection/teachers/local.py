@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.chat_template import PLAIN
 from attar.checkpoint.card import Parent
+from attar.checkpoint.open import Checkpoint
 from attar.collection.requests import TeacherRequest
 from attar.collection.retry import TeacherFailure
 from attar.collection.settings import CollectSettings
@@ -13,7 +14,6 @@ from attar.collection.teachers import TeacherAnswer
 from attar.errors import AttarError, DataError, SettingsError
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
     from attar.runtime.async_engine import AsyncEngine
 
 _REASONING = ("<think>", "</think>")

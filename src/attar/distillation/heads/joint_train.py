@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from attar.checkpoint.card import Card, Parent, versions
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import in_parallel, sha256_file
 from attar.checkpoint.lineage import as_parent
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.processes import count
 from attar.data.examples import Examples
@@ -37,9 +37,6 @@ from attar.models.loading.stored import precision_note, stored_precision
 from attar.progress import Progress
 from attar.walks.distributed import passes_of, shards
 from attar.walks.train import TrainHistory, train
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 HEAD = "head"  # folder of the heads inside the model's
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.data.examples import Examples
 from attar.data.packing import row_length
@@ -27,9 +28,6 @@ from attar.distillation.tasks import TASKS
 from attar.errors import DataError
 from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

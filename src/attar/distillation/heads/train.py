@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
 from attar.data.auto import fit
 from attar.data.examples import Examples
@@ -38,9 +38,6 @@ from attar.models.loading.device import bf16_products, resolve
 from attar.models.loading.fit import admit
 from attar.progress import SILENT, Progress
 from attar.walks.train import TrainHistory, train
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

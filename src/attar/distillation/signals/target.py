@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.examples import Examples
 from attar.distillation.outputs import Intermediates, ModelOutputs
 from attar.distillation.signals.alignment.route import TokenizerPair
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.packing import calibration_batches, row_length
 from attar.data.seen import record
 from attar.models.loading.load import load_tokenizer
 from attar.progress import SILENT, Progress
 from attar.walks.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 ROWS = 32
 

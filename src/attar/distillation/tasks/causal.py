@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.answers import AnswerRows, has_conversations, pack_answers
 from attar.data.examples import Examples
 from attar.data.packing import pack, row_length
@@ -18,9 +19,6 @@ from attar.models.anatomy.discover import discover
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def load_causal(

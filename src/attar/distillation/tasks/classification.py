@@ -7,10 +7,11 @@ Dean 2015, "Distilling the Knowledge in a Neural Network", arXiv 1503.02531, sec
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.examples import Examples
 from attar.data.labelled import (
     LabelledSplit,
@@ -30,9 +31,6 @@ from attar.models.loading.configs import load_config
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def load_classifier(

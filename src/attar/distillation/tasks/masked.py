@@ -6,10 +6,11 @@ this with ``alpha`` between 0 and 1 and the cosine of hidden states as a feature
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.examples import Examples
 from attar.data.masking import MaskedBatches, MaskRule, hide, masked_rows
 from attar.data.packing import Batches, numbered_generator, row_length
@@ -21,9 +22,6 @@ from attar.models.anatomy.discover import discover
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def load_masked(

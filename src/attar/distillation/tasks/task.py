@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.examples import Examples
 from attar.distillation.settings import RowSettings
 from attar.walks.train import BatchSource
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 HELD_OUT_TOKENS = 16_384  # held-out tokens, about
 

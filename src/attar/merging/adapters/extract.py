@@ -20,7 +20,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch import Tensor
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.open import SINGLE, check_finite
+from attar.checkpoint.open import SINGLE, Checkpoint, check_finite
 from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.processes import Processes
 from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
@@ -42,9 +42,6 @@ from attar.models.loading.adapter_files import CONFIG, WEIGHTS
 from attar.models.loading.fit import admit
 from attar.models.loading.single_experts import decoded_view
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 _PREFIX = "base_model.model."
 _ONE_FILE = 2**62

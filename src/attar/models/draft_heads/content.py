@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from attar.checkpoint.draft_head import published_layout
 from attar.checkpoint.geometry import geometry
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.parts import part_of
 from attar.errors import CheckpointError, ModelError
 from attar.formats.draft_heads.content import HeadContent, HeadTarget
 from attar.formats.draft_heads.table import HEAD_LAYOUTS
 from attar.formats.readers import reader
 from attar.models.draft_heads.kind import MODEL_TYPE
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def head_content(checkpoint: Checkpoint, target: HeadTarget | None = None) -> HeadContent:

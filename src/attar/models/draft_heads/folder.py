@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors, write_config
+from attar.checkpoint.open import Checkpoint
 from attar.errors import CheckpointError
 from attar.models.draft_heads.block_module import BlockDrafter, DFlashConfig, DSparkConfig
 from attar.models.draft_heads.config import HeadConfig
@@ -25,7 +26,6 @@ from attar.models.draft_heads.kind import ARCHITECTURE, MODEL_TYPE
 from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
     from attar.formats.draft_heads.content import HeadTarget
 
 DRAFT_HEADS: dict[str, tuple[type[HeadConfig], type]] = {

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
 
 from attar.checkpoint.draft_head import ARCHITECTURE as ARCHITECTURE
 from attar.checkpoint.draft_head import MODEL_TYPE as MODEL_TYPE
 from attar.checkpoint.draft_head import published_layout, published_target
+from attar.checkpoint.open import Checkpoint
 from attar.errors import ModelError
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def is_draft_head(checkpoint: Checkpoint) -> bool:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import GENERATION
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.open import Checkpoint
 from attar.errors import CheckpointError
 from attar.memory import check_memory
 from attar.models.draft_heads.kind import refuse_draft_head
@@ -34,9 +35,6 @@ from attar.models.loading.single_experts import is_unstacked, stacked_state
 from attar.models.loading.stored import report_misfits, stored_of
 from attar.models.loading.tokenizer_file import follow_file
 from attar.models.loading.tokenizer_rows import within_rows
-
-if TYPE_CHECKING:
-    from attar.checkpoint.open import Checkpoint
 
 logger = logging.getLogger(__name__)
 SENTENCEPIECE = ("sentencepiece", "google.protobuf")

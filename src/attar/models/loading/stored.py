@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +22,11 @@ from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from attar.checkpoint.normal_form import stated_tie
 from attar.checkpoint.oddities import ANOTHER_MODEL, oddity
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.weight_files import more
 from attar.errors import CheckpointError, ModelError
 from attar.formats import mlx
 from attar.formats.readers import Decoded, quant_method
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> dict[str, str]:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from attar.checkpoint.open import Checkpoint
 from attar.formats.readers import as_stored, quant_method
 from attar.sparsity import STORED
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
     from attar.checkpoint.card import Card, Parent
 
 AUTO = "auto"

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.hashing import canonical_json, sha256_text
+from attar.checkpoint.open import Checkpoint
 from attar.data.sources import fingerprint
 from attar.importance.ranking import RankedUnits, rank_units
 from attar.models.anatomy.discover import discover
@@ -36,9 +37,6 @@ from attar.pruning.settings import MixedSettings, PruneSettings
 from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import training_loss
 from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 ROWS = 16  # calibration sequences that cuts are measured on
 

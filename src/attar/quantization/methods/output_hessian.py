@@ -5,22 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors
+from attar.checkpoint.open import Checkpoint
 from attar.models.loading.device import free_memory, resolve
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.sensitivity.kronecker import collect
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 ROWS = 32  # sequences that the factors are collected on: a backward pass costs three forward ones
 LEAST = 2 * 2**30  # bytes of factors collected in one pass at least, however little memory is free

@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy.parts import weight_of
@@ -31,9 +32,6 @@ from attar.quantization.settings import QuantizeSettings
 from attar.sensitivity.measurements import Measurement
 from attar.sensitivity.reference import MEMORY, reference_of
 from attar.sensitivity.weight_changes import load_inputs, shared_groups
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 
 def choose_bits(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.mtp import LEFT_OUT, without_mtp
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.processes import Processes
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
@@ -49,9 +49,6 @@ from attar.quantization.transforms.smoothquant import SmoothQuantRule
 from attar.walks.positions import PositionWeights
 from attar.walks.stream import stream
 from attar.walks.sweep import SweepOptions, sweep_linears
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 KINDS = ("smoothquant", "awq", "rotate")
 FOLDS = ("norm", "v", "up")

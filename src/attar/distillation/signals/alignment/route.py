@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attar.checkpoint.open import Checkpoint
 from attar.data.packing import row_length
 from attar.distillation.settings import DistillSettings, LearnSettings
 from attar.distillation.signals.alignment.retokenize import Retokenizer
@@ -16,9 +17,6 @@ from attar.distillation.signals.alignment.tokenizers import (
 )
 from attar.errors import ModelError, SettingsError
 from attar.models.loading.load import load_tokenizer
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 LEAST_SHARED = 0.1  # of the smaller vocabulary
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.card import Parent
+from attar.checkpoint.open import Checkpoint
 from attar.errors import ModelError
 from attar.models.draft_heads.content import head_target
 from attar.models.draft_heads.folder import load_draft_head
@@ -22,9 +23,6 @@ from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.heads.medusa_proposer import MedusaProposer
 from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.proposer import Proposer
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
