@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attar.checkpoint import atomic
 from attar.checkpoint.card import Card, Parent, versions
@@ -22,6 +22,7 @@ from attar.checkpoint.licence_gate import check_licences
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import root_licences
 from attar.checkpoint.open import Checkpoint
+from attar.cluster.settings import ClusterSettings
 from attar.collection.cost import CollectionEstimate, estimate, price, row_tokens
 from attar.collection.crew import Crew, RunTally
 from attar.collection.event_loop import interrupts, run_to_end
@@ -38,9 +39,6 @@ from attar.data.sources import check_messages, parse_row, read_text
 from attar.errors import DataError, EndpointError, SettingsError
 from attar.options import flatten
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.cluster.settings import ClusterSettings
 
 EXAMPLES = 3  # of refused requests, in messages
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from attar.checkpoint import paths
+from attar.checkpoint.card import Parent
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint
 from attar.data.python_text import CHAT, PROSE
 from attar.errors import CheckpointError
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint.card import Parent
 
 T = TypeVar("T")
 

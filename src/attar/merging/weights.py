@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,10 @@ from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
 from attar.merging.methods.common.random_masks import RandomMasks
 from attar.merging.planning.plan import InputTensor, MergePlan, OutputTensor
+from attar.merging.tokenizer.vocabulary import MergedVocabulary
 from attar.models.loading.device import trim_memory
 from attar.progress import SILENT, Progress
 from attar.walks.stream import SHARD_BYTES, WriteStep, stream_steps
-
-if TYPE_CHECKING:
-    from attar.merging.tokenizer.vocabulary import MergedVocabulary
 
 TOGETHER = 400_000_000
 """Bytes of inputs that outputs merged in parallel may read."""

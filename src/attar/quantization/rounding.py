@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +56,6 @@ from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import SweepOptions, SweepResult, sweep_blocks, sweep_linears
-
-if TYPE_CHECKING:
-    pass
 
 CHUNK = 1 << 20  # weights compared at a time: temporaries stay in the cache
 FEW = 5.0  # bits a weight under which a searched scale pays

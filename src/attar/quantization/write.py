@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from attar.progress import SILENT, Progress
 from attar.quantization.grids import IntGrid, QuantizedTensor
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import LayerPlan, QuantizationPlan
+from attar.quantization.quantization_method import CodeSource
 from attar.walks.stream import SHARD_BYTES, stream
-
-if TYPE_CHECKING:
-    from attar.quantization.quantization_method import CodeSource
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 YES = "yes"

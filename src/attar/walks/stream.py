@@ -14,18 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
+from attar.checkpoint.shards import TensorSpec
+from attar.checkpoint.tensors import TensorInfo
 from attar.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from attar.checkpoint.shards import TensorSpec
-    from attar.checkpoint.tensors import TensorInfo
 
 SHARD_BYTES = 2_000_000_000
 

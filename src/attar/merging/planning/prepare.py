@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attar.checkpoint.tensors import tensor_bytes
 from attar.checkpoint.units import bytes_text
@@ -16,10 +16,8 @@ from attar.merging.mixture.config import MixtureConfig
 from attar.merging.parents import ParentModels, open_parents
 from attar.merging.planning.plan import make_plan
 from attar.merging.settings import MergeSettings
+from attar.merging.tokenizer.vocabulary import MergedVocabulary
 from attar.merging.weights import Merge
-
-if TYPE_CHECKING:
-    from attar.merging.tokenizer.vocabulary import MergedVocabulary
 
 QUALITY_TOKENS = 2048
 """Default number of tokens that quality is measured on where a tokenizer was built."""

@@ -9,7 +9,7 @@ modules, whatever the kind. ``formats/draft_heads/`` translates, both ways, with
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from attar.checkpoint.atomic import save_tensors, write_config
 from attar.checkpoint.open import Checkpoint
 from attar.errors import CheckpointError
+from attar.formats.draft_heads.content import HeadTarget
 from attar.models.draft_heads.block_module import BlockDrafter, DFlashConfig, DSparkConfig
 from attar.models.draft_heads.config import HeadConfig
 from attar.models.draft_heads.content import head_content
@@ -24,9 +25,6 @@ from attar.models.draft_heads.eagle3_module import Eagle3Config, Eagle3Head
 from attar.models.draft_heads.eagle_module import EagleConfig, EagleHead
 from attar.models.draft_heads.kind import ARCHITECTURE, MODEL_TYPE
 from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
-
-if TYPE_CHECKING:
-    from attar.formats.draft_heads.content import HeadTarget
 
 DRAFT_HEADS: dict[str, tuple[type[HeadConfig], type]] = {
     "medusa": (MedusaConfig, MedusaHeads),

@@ -12,16 +12,14 @@ A weight of an unpruned model in float has next to no exact zero, so ``auto`` ch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.open import Checkpoint
 from attar.formats.readers import as_stored, quant_method
 from attar.sparsity import STORED
-
-if TYPE_CHECKING:
-    from attar.checkpoint.card import Card, Parent
 
 AUTO = "auto"
 STATED = {"fraction": float, "of": int, "stored": str, "speed": str}  # of what a card says of its zeros

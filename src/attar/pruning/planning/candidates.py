@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,10 @@ from attar.models.loading.load import load_tokenizer
 from attar.models.surgery.cut_model import cut_model
 from attar.pruning.planning.study import CutScan, CutStudy
 from attar.pruning.planning.trials import PlanTrial
+from attar.pruning.task import PruneTask
 from attar.walks.objectives import distillation_loss, soft_loss, token_kl
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
-
-if TYPE_CHECKING:
-    from attar.pruning.task import PruneTask
 
 HELD_OUT = 8_192  # tokens on which candidates are judged
 LEARNING_RATE = 2e-4  # as in attar recover

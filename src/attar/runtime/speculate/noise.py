@@ -19,17 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from attar.runtime.sampling.sample import ACCEPT, RESAMPLE, TOKEN, draw, noise_key, uniforms
+from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.speculate.draft import Floats
-
-if TYPE_CHECKING:
-    from attar.runtime.sampling.warp import SamplingRow
-    from attar.runtime.speculate.proposer import SamplingRules
+from attar.runtime.speculate.proposer import SamplingRules
 
 DRAFT = 16
 """First of the purposes of drafting, one for each depth."""
