@@ -10,9 +10,7 @@ from attar.checkpoint import Card as Card
 from attar.checkpoint import Checkpoint as Checkpoint
 from attar.checkpoint import open_checkpoint as open_checkpoint
 from attar.checkpoint.description import Inspection as Inspection
-from attar.cluster.settings import ClusterSettings as ClusterSettings
 from attar.collection.collect import CollectionResult as CollectionResult
-from attar.collection.cost import CollectionEstimate as CollectionEstimate
 from attar.errors import AttarError as AttarError
 from attar.errors import CheckpointError as CheckpointError
 from attar.errors import DataError as DataError

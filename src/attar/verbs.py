@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attar.checkpoint.description import Inspection
-    from attar.cluster.settings import ClusterSettings
     from attar.collection.collect import CollectionResult
-    from attar.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
     from attar.measure.verification import Verification
     from attar.planner.result import Plan
@@ -71,8 +69,11 @@ def collect(
     Raises:
         AttarError: bad input, or an endpoint that fails; the journal stays.
     """
-    checked = _settings("collect", settings)
-    return run_collect(prompts, out, teacher, checked, offline=offline, force=force, progress=progress)
+    checked, asked = _settings("collect", settings), teacher_of(teacher)
+    result: CollectionResult = load("attar.collection.collect:collect")(
+        Path(prompts), Path(out), asked, checked, offline=offline, force=force, progress=shown(progress)
+    )
+    return result
 
 
 def distill(
@@ -455,72 +456,8 @@ def run_merge(
     return checkpoint
 
 
-def run_scan(
-    model: ModelSource, path: str | Path, settings: Any, *, progress: Progress | bool | None = None
-) -> tuple[dict[str, Any], str]:
-    """Call the scan of pruning with settings that are checked already: its measurements, for JSON and as
-    text."""
-    function = load("attar.pruning.mixed:scan")
-    result: tuple[dict[str, Any], str] = function(
-        source_of(model), Path(path), settings, progress=shown(progress)
-    )
-    return result
-
-
-def run_collect(
-    prompts: str | Path,
-    out: str | Path,
-    teacher: ModelSource,
-    settings: Any,
-    *,
-    cluster: ClusterSettings | None = None,
-    offline: bool = False,
-    force: bool = False,
-    progress: Progress | bool | None = None,
-) -> CollectionResult:
-    """Call the collection with settings that are checked already."""
-    teacher = _teacher_of(teacher)
-    function = load("attar.collection.collect:collect")
-    result: CollectionResult = function(
-        Path(prompts),
-        Path(out),
-        teacher,
-        settings,
-        cluster=cluster,
-        offline=offline,
-        force=force,
-        progress=shown(progress),
-    )
-    return result
-
-
-def run_plan_collection(
-    prompts: str | Path, out: str | Path, teacher: ModelSource, settings: Any
-) -> CollectionEstimate:
-    """What a collection would ask and cost at most; asks nothing."""
-    teacher = _teacher_of(teacher)
-    function = load("attar.collection.collect:plan_collection")
-    plan: CollectionEstimate = function(Path(prompts), Path(out), teacher, settings)
-    return plan
-
-
-def run_filter_collection(
-    data: str | Path,
-    out: str | Path,
-    settings: Any,
-    *,
-    force: bool = False,
-    progress: Progress | bool | None = None,
-) -> CollectionResult:
-    """Call the filters alone."""
-    function = load("attar.collection.collect:filter_collection")
-    result: CollectionResult = function(
-        Path(data), Path(out), settings, force=force, progress=shown(progress)
-    )
-    return result
-
-
-def _teacher_of(teacher: ModelSource) -> Any:
+def teacher_of(teacher: ModelSource) -> Any:
+    """The address of an endpoint as it is; the source of a model."""
     address = isinstance(teacher, str) and teacher.lower().startswith(("http://", "https://"))
     return teacher if address else source_of(teacher)
 
@@ -540,16 +477,6 @@ def run_extract(
     with remote.output(out, force) as (folder, replace):
         adapter: Path = function(model, base, folder, settings, progress=shown(progress), force=replace)
     return adapter
-
-
-def run_verify(
-    model: ModelSource, against: ModelSource, settings: Any, *, progress: Progress | bool | None = None
-) -> Verification:
-    """Call the verification with settings that are checked already."""
-    model, against = source_of(model), source_of(against)
-    function = load("attar.measure.verification:verify")
-    verified: Verification = function(model, against, settings, progress=shown(progress))
-    return verified
 
 
 def upload(
@@ -580,7 +507,10 @@ def upload(
     checkpoint = load("attar.checkpoint.open:open_checkpoint")(model)
     if checkpoint.source.is_file():
         raise UsageError(f"{model}: is a single file", hint="upload the folder of a model")
-    verified = None if against is None else run_verify(model, against, None, progress=progress)
+    verified: Verification | None = None
+    if against is not None:
+        check = load("attar.measure.verification:verify")
+        verified = check(source_of(model), source_of(against), None, progress=shown(progress))
     if verified is not None:
         if verified.faults:
             raise NumericsError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.units import table
@@ -19,7 +20,7 @@ from attar.cluster.settings import ClusterSettings
 from attar.errors import UsageError
 from attar.progress import Progress
 from attar.recipe.stages import COLLECT_SETTINGS, load
-from attar.verbs import run_collect, run_filter_collection, run_plan_collection
+from attar.verbs import teacher_of
 
 _EXAMPLE = "attar collect prompts.txt --teacher http://127.0.0.1:8000/v1 --model NAME -o data.jsonl"
 
@@ -43,19 +44,20 @@ def build_collect(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(cls, verb, values)
         cluster = read_settings(ClusterSettings, verb, values)
-        prompts, out, teacher, force = (values[name] for name in ("prompts", "out", "teacher", "force"))
+        prompts, out = Path(values["prompts"]), Path(values["out"])
+        teacher, force = values["teacher"], values["force"]
         if values["filter_only"]:
-            return _answer(run_filter_collection(prompts, out, settings, force=force, progress=progress))
+            filter_collection = load("attar.collection.collect:filter_collection")
+            return _answer(filter_collection(prompts, out, settings, force=force, progress=progress))
         if not teacher:
             raise UsageError("no teacher", hint="--teacher URL or MODEL; --filter-only needs none")
         if values["dry_run"]:
-            plan = run_plan_collection(prompts, out, teacher, settings)
+            plan_collection = load("attar.collection.collect:plan_collection")
+            plan = plan_collection(prompts, out, teacher_of(teacher), settings)
             return Answer(asdict(plan), plan.text())
-        offline = values["offline"]
-        result = run_collect(
-            prompts, out, teacher, settings, cluster=cluster, offline=offline, force=force, progress=progress
-        )
-        return _answer(result)
+        options = {"cluster": cluster, "offline": values["offline"], "force": force, "progress": progress}
+        collect = load("attar.collection.collect:collect")
+        return _answer(collect(prompts, out, teacher_of(teacher), settings, **options))
 
     help = "Ask a teacher, and keep its answers to learn from: data for distill."
     return build_command(verb, help, _EXAMPLE, parameters, act, resumes=True)

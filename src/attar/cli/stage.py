@@ -23,7 +23,7 @@ from attar.cli.launch import launch_if_asked
 from attar.errors import UsageError
 from attar.progress import Progress
 from attar.recipe.stages import EXTRACT_SETTINGS, STAGES, load
-from attar.verbs import run_extract, run_merge, run_scan, run_stage
+from attar.verbs import run_extract, run_merge, run_stage, source_of
 
 _MODEL = "a folder, a hub id (org/name@revision) or attar:tiny"
 
@@ -53,7 +53,8 @@ def build_prune(verb: str) -> Any:
             raise UsageError("--scan works in one process", hint="leave out --launch")
         values["method"] = values["method"] or "mixed"
         settings = read_settings(stage.settings_class(), verb, values)
-        return Answer(*run_scan(values["model"], values["scan"], settings, progress=progress))
+        scan, model = load("attar.pruning.mixed:scan"), source_of(values["model"])
+        return Answer(*scan(model, Path(values["scan"]), settings, progress=progress))
 
     return build_command(
         verb, stage.summary, stage.example, stage_parameters(verb, out=False), act, resumes=True

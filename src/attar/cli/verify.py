@@ -16,7 +16,8 @@ from attar.cli.command import (
 from attar.errors import UsageError
 from attar.measure.settings import VerifySettings
 from attar.progress import Progress
-from attar.verbs import run_verify
+from attar.recipe.stages import load
+from attar.verbs import source_of
 
 AGAINST = "the model that it was made from"
 
@@ -35,7 +36,8 @@ def build_verify(verb: str) -> Any:
                 "--against BASE: what the model is measured against", hint=f"attar {verb} --help"
             )
         settings = read_settings(VerifySettings, verb, values)
-        verified = run_verify(values["model"], values["against"], settings, progress=progress)
+        model, against = source_of(values["model"]), source_of(values["against"])
+        verified = load("attar.measure.verification:verify")(model, against, settings, progress=progress)
         lines = [*verified.faults, verified.verdict]
         return Answer(verified.to_dict(), "\n".join(lines), exit_code=int(bool(verified.faults)))
 
