@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.hashing import identity
 from attar.distillation.head_settings import HEAD_SETTINGS
-from attar.distillation.heads import HEAD_MAKERS
+from attar.distillation.heads import HEADS
 from attar.measure.speculation.profile import FixedPolicy, profile
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.head import Head
@@ -190,7 +190,7 @@ def _random_head(name: str, args: argparse.Namespace) -> Path:
     options = HEAD_SETTINGS[name](drafts=args.drafts, draft_vocabulary=size)
     if hasattr(options, "start"):
         options = replace(options, start="random")  # the target has no weights
-    head = HEAD_MAKERS[name](model, own, options, None if whole else torch.arange(size))
+    head = HEADS[name].make(model, own, options, None if whole else torch.arange(size))
     folder.mkdir(parents=True, exist_ok=True)
     save_draft_head(head, folder, target="random")
     return folder

@@ -9,9 +9,10 @@ import torch
 from attar.distillation import fused
 from attar.distillation.fused import chunk_rows, head_loss
 from attar.distillation.objectives import OBJECTIVES, chunked
-from attar.distillation.objectives.chunked import blockwise, on_logits
+from attar.distillation.objectives.chunked import blockwise
 from attar.models.head import Head, head_of, hidden_states
 from tests import tiny_models
+from tests.distillation.on_logits import on_logits
 
 SOFT = [name for name in OBJECTIVES if name != "hard"]
 
@@ -146,7 +147,7 @@ MEMORY = """
 import torch
 from attar.distillation.fused import BYTES, head_loss
 from attar.distillation.objectives import OBJECTIVES
-from attar.distillation.objectives.chunked import blockwise, on_logits
+from attar.distillation.objectives.chunked import blockwise, mean_of_chunks
 from attar.memory import peak_rss_bytes
 from attar.models.head import Head
 
@@ -160,7 +161,8 @@ def chunk_loss(z, part):
 
 before = peak_rss_bytes()
 if {whole}:
-    on_logits(OBJECTIVES["kl"], h @ W.T, s @ U.T).backward()
+    t = s @ U.T
+    mean_of_chunks(lambda z, part: blockwise(OBJECTIVES["kl"], z, t[part], out=z), h @ W.T).backward()
 else:
     head_loss(h, Head(W), chunk_loss).backward()
 outputs = 4 * (n * H + V * H)

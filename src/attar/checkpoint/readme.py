@@ -135,7 +135,7 @@ def _section(title: str, body: str) -> str:
 
 def _front(card: Card, folder: Path) -> dict[str, Any]:
     """The front matter for the hub."""
-    bases = [name for name in dict.fromkeys(map(_bare, _roots(card.parents))) if HUB_NAME.fullmatch(name)]
+    bases = [name for name in dict.fromkeys(map(_bare, root_names(card.parents))) if HUB_NAME.fullmatch(name)]
     ids = list(dict.fromkeys(source.get("id", "") for source in card.licence.get("sources", ())))
     names = dict.fromkeys(_HUB_LICENCES.get(name, "other") for name in ids)
     front: dict[str, Any] = {}
@@ -308,11 +308,11 @@ def _lineage(parents: Sequence[Parent], depth: int) -> Iterator[str]:
         yield from _lineage(parent.parents, depth + 1)
 
 
-def _roots(parents: Sequence[Parent]) -> Iterator[str]:
-    """Names of the original models by weights."""
+def root_names(parents: Sequence[Parent]) -> Iterator[str]:
+    """The names of the models, which attar did not make, that the weights come from."""
     for parent in parents:
         if parent.role == "weights":
-            yield from _roots(parent.parents) if parent.parents else (parent.name,)
+            yield from root_names(parent.parents) if parent.parents else (parent.name,)
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:

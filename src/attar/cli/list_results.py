@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.card import FILE, Card, Parent
+from attar.checkpoint.card import FILE, Card
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.readme import root_names
 from attar.checkpoint.units import bytes_text, table
 from attar.cli.command import Answer, build_command, optional_argument
 from attar.errors import AttarError, UsageError
@@ -56,7 +57,7 @@ def _row(folder: Path, result: Path, card: Card) -> dict[str, Any]:
     return {
         "result": str(result.relative_to(folder)) if result != folder else result.resolve().name,
         "stage": card.stage,
-        "made_of": list(dict.fromkeys(_roots(card.parents))),
+        "made_of": list(dict.fromkeys(root_names(card.parents))),
         "bytes": sum(file.stat().st_size for file in files),
         "kl_mean": card.measurements.get("kl_mean"),
     }
@@ -76,10 +77,3 @@ def _text(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return table(("result", "stage", "made of", "size", "KL, nats"), cells, 3)
-
-
-def _roots(parents: tuple[Parent, ...]) -> Iterator[str]:
-    """The names of the models, which attar did not make, that the weights come from."""
-    for parent in parents:
-        if parent.role == "weights":
-            yield from _roots(parent.parents) if parent.parents else (parent.name,)

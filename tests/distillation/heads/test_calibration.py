@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attar.distillation.heads.calibration import (
+from attar.distillation.heads.finish import (
     calibrate,
     expected_calibration_error,
     fit_temperatures,

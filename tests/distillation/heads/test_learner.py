@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attar.data.examples import Examples
 from attar.distillation.head_settings import MedusaSettings
-from attar.distillation.heads.learner import HeadLearner
 from attar.distillation.heads.states import TargetStates
-from attar.distillation.heads.train import HeadLoss
+from attar.distillation.heads.train import HeadLearner, HeadLoss
 from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 from attar.models.head import head_of
 from attar.walks.optimizers import split

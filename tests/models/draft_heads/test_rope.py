@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import attar
-from attar.distillation.heads.layer_shape import layer_shape
+from attar.distillation.heads.start import layer_shape
 from attar.distillation.rollouts import teacher
 from attar.formats.draft_heads.rope_scaling import rope_scaling
 from attar.models.draft_heads.decoder_layer import DraftLayerShape, rotary

@@ -26,8 +26,7 @@ from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.app import create_app
 from attar.serving.http.backend import EngineBackend
-from attar.serving.http.load_models import named_models
-from attar.serving.http.model_folder import models_in
+from attar.serving.http.load_models import models_in, named_models
 from attar.serving.http.model_table import RETRY_S, MemoryBudget, NamedModel, ServedModel
 from attar.serving.http.settings import (
     EmbeddingSettings,

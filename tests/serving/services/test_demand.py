@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from attar.serving.services.demand import MOST_GAP, PATIENCE, DraftDemand
+from attar.serving.services.waiting import MOST_GAP, PATIENCE, DraftDemand
 
 
 def asked(demand, lengths, useful):

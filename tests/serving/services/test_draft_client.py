@@ -229,7 +229,7 @@ def test_a_flood_of_offers_is_cut():
 
 
 def test_a_service_whose_drafts_are_never_accepted_is_paused(monkeypatch):
-    monkeypatch.setattr("attar.serving.services.demand.PATIENCE", 10**6)  # it is asked all the time
+    monkeypatch.setattr("attar.serving.services.waiting.PATIENCE", 10**6)  # it is asked all the time
 
     async def useless(stream):
         await stream.handshake(hello(), "target")

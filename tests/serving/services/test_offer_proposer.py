@@ -12,10 +12,9 @@ from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.serving.services.demand import MOST_GAP
 from attar.serving.services.messages import Close, Commit, Offer, Open
 from attar.serving.services.offer_proposer import sampling_of
-from attar.serving.services.waiting import best_depth, best_wait
+from attar.serving.services.waiting import MOST_GAP, best_depth, best_wait
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.test_engine import asked, same
 from tests.runtime.test_engine import alone, engine

@@ -7,7 +7,7 @@ head on held-out rows.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,24 +23,20 @@ from attar.models.head import Head
 HeadMaker = Callable[[Any, Head, Any, Tensor | None], Any]
 HeadObjective = Callable[[Any, TargetPass, Any], Tensor]
 
-HEAD_MAKERS: dict[str, HeadMaker] = {
-    "medusa": medusa.make,
-    "eagle": eagle.make,
-    "eagle3": eagle3.make,
-    "dflash": block.make,
-    "dspark": block.make,
-}
-HEAD_LOSSES: dict[str, HeadObjective] = {
-    "medusa": medusa.loss,
-    "eagle": eagle.loss,
-    "eagle3": eagle3.loss,
-    "dflash": block.loss,
-    "dspark": block.loss,
-}
-HEAD_FINISHES: dict[str, HeadFinish] = {
-    "medusa": medusa.finish,
-    "eagle": finish_by(unrolled_chains.chains),
-    "eagle3": finish_by(unrolled_chains.chains),
-    "dflash": finish_by(block.chains),
-    "dspark": finish_by(block.chains),
+
+class HeadFunctions(NamedTuple):
+    """How a kind of head is made, trained and measured."""
+
+    make: HeadMaker
+    loss: HeadObjective
+    finish: HeadFinish
+
+
+_UNROLLED, _BLOCKS = finish_by(unrolled_chains.chains), finish_by(block.chains)
+HEADS: dict[str, HeadFunctions] = {
+    "medusa": HeadFunctions(medusa.make, medusa.loss, medusa.finish),
+    "eagle": HeadFunctions(eagle.make, eagle.loss, _UNROLLED),
+    "eagle3": HeadFunctions(eagle3.make, eagle3.loss, _UNROLLED),
+    "dflash": HeadFunctions(block.make, block.loss, _BLOCKS),
+    "dspark": HeadFunctions(block.make, block.loss, _BLOCKS),
 }

@@ -24,9 +24,8 @@ from attar.distillation.head_settings import BlockSettings, DSparkSettings
 from attar.distillation.heads.anchors import BlockPredictions, choose_anchors
 from attar.distillation.heads.draft_loss import DraftTargets, draft_loss
 from attar.distillation.heads.draft_vocabulary import draft_labels
-from attar.distillation.heads.layer_shape import layer_shape
 from attar.distillation.heads.report import DraftedChains
-from attar.distillation.heads.start import start_block_drafter
+from attar.distillation.heads.start import layer_shape, start_block_drafter
 from attar.distillation.heads.target_pass import TargetPass
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover

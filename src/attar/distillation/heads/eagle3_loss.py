@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from attar.data.packing import PADDING
 from attar.distillation.fused import chunk_rows, head_loss
 from attar.distillation.head_settings import EAGLE3_NORMS, Eagle3Settings
-from attar.distillation.heads.layer_shape import layer_shape
-from attar.distillation.heads.start import start_eagle3
+from attar.distillation.heads.start import layer_shape, start_eagle3
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.heads.unroll import unroll
 from attar.distillation.objectives import forward_kl

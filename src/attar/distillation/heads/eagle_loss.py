@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from attar.data.packing import PADDING
 from attar.distillation.fused import head_loss
 from attar.distillation.head_settings import EagleSettings
-from attar.distillation.heads.layer_shape import layer_shape
+from attar.distillation.heads.start import layer_shape
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.heads.unroll import unroll
 from attar.distillation.objectives import forward_kl

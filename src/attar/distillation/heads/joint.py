@@ -40,7 +40,7 @@ ROUNDING = 1e-6  # of a sum of parts of a step
 
 
 class JointLearner(nn.Module):  # type: ignore[misc]
-    """A model and its heads; the forward pass is their loss (``learner.py``).
+    """A model and its heads; the forward pass is their loss (``HeadLearner``).
 
     Args:
         base: of transformers, or with adapters over it; what of it is trained has ``requires_grad``.

@@ -2,7 +2,7 @@
 
 rows      the model answers prompts itself (rows.py)
 states    of each batch from a pass of the model over it, or from a cache that was filled before (states.py)
-steps     of the head alone (learner.py); of Medusa-2 the last ones of both (joint_train.py)
+steps     of the head alone; of Medusa-2 the last ones of both (joint_train.py)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
@@ -21,13 +21,13 @@ from attar.data.examples import Examples
 from attar.data.sources import fingerprint
 from attar.distillation.authors import check_authors
 from attar.distillation.head_settings import VERSION, TrainHeadSettings
-from attar.distillation.heads import HEAD_FINISHES, HEAD_MAKERS
+from attar.distillation.heads import HEADS
 from attar.distillation.heads.draft_vocabulary import check_draft_vocabulary, choose_tokens
 from attar.distillation.heads.joint_train import save_joint, train_jointly
-from attar.distillation.heads.learner import HeadLearner
 from attar.distillation.heads.report import describe_drafting, drafting_report
 from attar.distillation.heads.rows import HeadRows, write_rows
 from attar.distillation.heads.states import TargetStates, row_bytes
+from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.learn import mean_loss
 from attar.distillation.tasks import TASKS, natural_task
 from attar.errors import ModelError
@@ -38,6 +38,31 @@ from attar.models.loading.device import bf16_products, resolve
 from attar.models.loading.fit import admit
 from attar.progress import SILENT, Progress
 from attar.walks.train import TrainHistory, train
+
+
+class HeadLearner(nn.Module):  # type: ignore[misc]
+    """A draft head as the module that is trained: its forward pass is its loss.
+
+    What wraps a module to spread a run over processes (DDP) adds up gradients behind its forward pass, so the
+    loss must be inside.
+
+    Args:
+        head: a module of ``attar.models.draft_heads``.
+        options: of its kind, see ``head_settings.py``.
+    """
+
+    def __init__(self, head: Any, options: Any) -> None:
+        super().__init__()
+        self.head, self.options = head, options
+
+    def forward(self, passed: TargetPass) -> Tensor:
+        """The loss of a batch."""
+        return HEADS[self.head.config.kind].loss(self.head, passed, self.options)
+
+    def output_weights(self) -> list[nn.Parameter]:
+        """Matrices that make logits, which the optimizers treat as a head."""
+        weights = getattr(self.head, "output_weights", None)
+        return [] if weights is None else list(weights())
 
 
 @dataclass(frozen=True)
@@ -126,7 +151,7 @@ def _trained_head(
     precision = resolve(settings.precision, device, work / "train")
     chosen = choose_tokens(rows.different, len(target_head.weight), options.draft_vocabulary)
     torch.manual_seed(settings.seed)
-    head = HEAD_MAKERS[settings.head](target, target_head, options, chosen).to(device)
+    head = HEADS[settings.head].make(target, target_head, options, chosen).to(device)
     if chosen is not None:
         covered = torch.isin(rows.held_out.labels, chosen).double().mean()
         output.details["draft_vocabulary"] = {"tokens": len(chosen), "held_out_share": float(covered)}
@@ -166,11 +191,10 @@ def _measure(
 ) -> None:
     """Calibrate the head and choose its tree; the details of the card get how well it drafts."""
     head.eval()
-    if finish := HEAD_FINISHES.get(settings.head):
-        device = states.head.weight.device
-        batches = [batch.to(device) for batch in rows.held_out.split(settings.batch_size)]
-        precision = resolve(settings.precision, device, output.work / "train")
-        with torch.no_grad(), bf16_products(device, precision == "bf16"):
-            chains, more = finish(head, states.run, batches, settings.options)
-        output.details["drafting"] = drafting_report(chains) | more
-        progress.log(describe_drafting(output.details["drafting"]))
+    device = states.head.weight.device
+    batches = [batch.to(device) for batch in rows.held_out.split(settings.batch_size)]
+    precision = resolve(settings.precision, device, output.work / "train")
+    with torch.no_grad(), bf16_products(device, precision == "bf16"):
+        chains, more = HEADS[settings.head].finish(head, states.run, batches, settings.options)
+    output.details["drafting"] = drafting_report(chains) | more
+    progress.log(describe_drafting(output.details["drafting"]))

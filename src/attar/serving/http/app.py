@@ -25,9 +25,8 @@ from attar.serving.http.access_log import AccessLogMiddleware
 from attar.serving.http.admission_control import AdmissionControl
 from attar.serving.http.answer import AnswerForm
 from attar.serving.http.anthropic import protocol as of_anthropic
-from attar.serving.http.anthropic.endpoint import count_tokens, create_message
+from attar.serving.http.anthropic.endpoint import count_tokens, create_message, model_info, model_list
 from attar.serving.http.anthropic.errors import VERSION_HEADER
-from attar.serving.http.anthropic.models import model_info, model_list
 from attar.serving.http.api_keys import make_api_keys
 from attar.serving.http.backend import Backend
 from attar.serving.http.chat_endpoint import chat, chat_options

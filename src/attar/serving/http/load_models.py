@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from attar.checkpoint import open_checkpoint
@@ -18,10 +20,33 @@ from attar.runtime.speculate.settings import SpeculationSettings
 from attar.serving.http.backend import Backend, EngineBackend
 from attar.serving.http.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
 from attar.serving.http.model_defaults import sampling_defaults
-from attar.serving.http.model_folder import models_in
 from attar.serving.http.model_table import MemoryBudget, NamedModel, ServedModel
 from attar.serving.http.settings import EmbeddingSettings, ServeCommand
 from attar.serving.http.tokenizer import ServerTokenizer
+
+_LATER_PART = re.compile(r".*-(?!00001-)\d{5}-of-\d{5}", re.IGNORECASE)
+_FIRST_PART = re.compile(r"-00001-of-\d{5}$", re.IGNORECASE)
+
+
+def models_in(folder: str) -> dict[str, str]:
+    """Path of each model by its name, sorted: folders with a config.json, and GGUF files without their later
+    parts. Hidden ones, such as unfinished outputs, are left out; a folder goes before a file of its name.
+
+    Raises:
+        SettingsError: there is no such folder, or it holds no model.
+    """
+    root = Path(folder)
+    try:
+        entries = sorted(entry for entry in root.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise SettingsError("model_folder", folder, f"a folder that can be read ({error.strerror})") from None
+    models = {entry.name: str(entry) for entry in entries if (entry / "config.json").is_file()}
+    for entry in entries:
+        if entry.suffix.lower() == ".gguf" and entry.is_file() and not _LATER_PART.fullmatch(entry.stem):
+            models.setdefault(_FIRST_PART.sub("", entry.stem), str(entry))
+    if not models:
+        raise SettingsError("model_folder", folder, "a folder with models: folders or .gguf files")
+    return models
 
 
 def compared_model(command: ServeCommand) -> ServedModel:

@@ -5,7 +5,7 @@
                 there; where there are none it waits until a deadline, if that is expected to pay
                 (``waiting.py``)
     observe     tells the drafters at once what a pass has committed: they draft on while the next is planned;
-                where their drafts are not used they are only asked now and then (``demand.py``)
+                where their drafts are not used they are only asked now and then (``waiting.py``)
     forget      closes
 
 Drafting takes the engine no time, so the proposer is ``free``: the policy keeps the drafts that pay. Waiting
@@ -34,11 +34,10 @@ from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.policy import MIN_SPEEDUP, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.target import PAST_END
-from attar.serving.services.demand import DraftDemand
 from attar.serving.services.drafter import Drafter, DrafterPool
 from attar.serving.services.messages import MOST_AHEAD, Close, Commit, DraftSampling, Offer, Open
 from attar.serving.services.offers import Offers, Outcome
-from attar.serving.services.waiting import best_depth, best_wait
+from attar.serving.services.waiting import DraftDemand, best_depth, best_wait
 
 MOST_WAIT = 0.05  # seconds; requests that arrive meanwhile wait too
 FIRST_AHEAD = 8

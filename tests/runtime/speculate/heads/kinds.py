@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attar.distillation.head_settings import HEAD_SETTINGS
-from attar.distillation.heads import HEAD_MAKERS
+from attar.distillation.heads import HEADS
 from attar.models.draft_heads.static_tree import Paths
 from attar.models.head import head_of
 from attar.runtime.loading import Loaded
@@ -78,7 +78,7 @@ def head_of_kind(
     settings = HEAD_SETTINGS[case.kind](**options)
     with torch.random.fork_rng():
         torch.manual_seed(seed or 0)
-        head = HEAD_MAKERS[case.kind](model, head_of(model), settings, chosen)
+        head = HEADS[case.kind].make(model, head_of(model), settings, chosen)
     head.eval().requires_grad_(False)
     if seed is not None:
         tiny_models.randomize(head, seed)

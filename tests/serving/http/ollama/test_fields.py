@@ -10,11 +10,8 @@ pytest.importorskip("fastapi")
 from pydantic import ValidationError
 
 from attar.serving.http.ollama.conversation_request import chat_messages
-from attar.serving.http.ollama.keep_alive import keep_seconds
-from attar.serving.http.ollama.model_names import find_model, tagged
-from attar.serving.http.ollama.options import OllamaOptions
 from attar.serving.http.ollama.output import OllamaOutput, RequestTimes
-from attar.serving.http.ollama.protocol import OllamaMessage
+from attar.serving.http.ollama.protocol import OllamaMessage, OllamaOptions, find_model, keep_seconds, tagged
 
 
 def test_names_have_tags_and_no_case():

@@ -8,12 +8,12 @@ from typing import Any
 
 from attar.serving.http.chat_endpoint import NO_REASONING, THINKING_VARIABLES
 from attar.serving.http.conversation import ChatMessage
-from attar.serving.http.ollama.options import OllamaOptions
 from attar.serving.http.ollama.protocol import (
     AnsweredBody,
     OllamaCall,
     OllamaChatRequest,
     OllamaMessage,
+    OllamaOptions,
     OllamaTool,
 )
 from attar.serving.http.protocol import ChatRequest

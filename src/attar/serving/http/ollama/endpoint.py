@@ -21,7 +21,6 @@ from attar.serving.http.errors import ApiError
 from attar.serving.http.infill import infill_ends, infill_prompt
 from attar.serving.http.model_table import ModelTable
 from attar.serving.http.ollama.conversation_request import chat_messages, chat_request
-from attar.serving.http.ollama.model_names import find_model, tagged
 from attar.serving.http.ollama.output import GenerateOutput, OllamaOutput, RequestTimes, nanoseconds, now
 from attar.serving.http.ollama.protocol import (
     AnsweredBody,
@@ -30,15 +29,58 @@ from attar.serving.http.ollama.protocol import (
     KeptBody,
     OldEmbedRequest,
     OllamaChatRequest,
+    find_model,
+    tagged,
 )
-from attar.serving.http.ollama.shortened import TOO_LONG, shortened
 from attar.serving.http.protocol import ChatRequest
 from attar.serving.http.request_body import IGNORED_HEADER
 from attar.serving.http.request_handler import RequestHandler
 from attar.serving.http.responses import dump_json, respond
 from attar.serving.http.sampling_params import chat_params
 from attar.serving.http.service import Service
+from attar.serving.http.tokenizer import ChatOptions
 from attar.serving.http.tool_calls.tool_use import tool_use
+
+TOO_LONG = "context_length_exceeded"
+_ANSWER = 8  # the part of the context that is left for an answer: 1 / 8
+
+
+async def shortened(
+    service: Service, messages: Sequence[ChatMessage], options: ChatOptions
+) -> list[ChatMessage] | None:
+    """The conversation without as few of its oldest turns as possible; None: its last turn alone is too long.
+    A turn begins with a message of the user. Messages of the system stay.
+
+    Raises:
+        DataError: the chat template refuses what is left.
+    """
+    context = service.backend.context
+    starts = [index for index, message in enumerate(messages) if message.role == "user"]
+    if context is None or len(starts) < 2:
+        return None
+
+    def kept(start: int) -> list[ChatMessage]:
+        return [
+            message for index, message in enumerate(messages) if index >= start or message.role == "system"
+        ]
+
+    async def fits(start: int) -> bool:
+        try:
+            return len(await service.encode_chat(kept(start), options)) <= context - context // _ANSWER
+        except ApiError as error:
+            if error.code != TOO_LONG:
+                raise
+            return False
+
+    low, high = 1, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(starts[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return kept(starts[low]) if await fits(starts[low]) else None
+
 
 LEFT_OUT_HEADER = "X-Left-Out-Messages"
 _NAMED = 10  # names in an error message, at most

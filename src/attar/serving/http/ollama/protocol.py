@@ -5,17 +5,77 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from attar.serving.http.body_model import StrictModel, field_error
 from attar.serving.http.embeddings.protocol import MAX_TEXTS
-from attar.serving.http.llama_options import noted_fields
-from attar.serving.http.ollama.keep_alive import keep_seconds
-from attar.serving.http.ollama.options import OllamaOptions
+from attar.serving.http.llama_options import LlamaOptions, WholeNumber, noted_fields
 from attar.serving.http.protocol import TokenId
 from attar.serving.http.tool_calls.protocol import MAX_TOOLS, ToolFunction
+
+LATEST = ":latest"
+
+
+def tagged(name: str) -> str:
+    """The name with a tag: ``small`` is ``small:latest``; ``attar:tiny`` has one."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def find_model(name: str, names: Iterable[str]) -> str | None:
+    """The model that a client means by a name; None: there is none. The same spelling goes first."""
+    candidates = list(names)
+    if name in candidates:
+        return name
+    wanted = tagged(name).casefold()
+    return next((candidate for candidate in candidates if tagged(candidate).casefold() == wanted), None)
+
+
+DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""Ollama's, where neither the request nor the model's generation_config.json says anything."""
+
+
+class OllamaOptions(LlamaOptions):
+    """Those with an effect here; the others are noted."""
+
+    num_predict: WholeNumber | None = None
+    num_ctx: Annotated[WholeNumber, Field(ge=0)] | None = None
+
+    def chat_fields(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a request to /v1/chat/completions.
+
+        Args:
+            defaults: of sampling parameters, of the model.
+        """
+        missing = {name: value for name, value in DEFAULTS.items() if name not in defaults}
+        limit = {"max_completion_tokens": self.num_predict} if (self.num_predict or 0) > 0 else {}
+        return missing | self.sampling_fields() | limit
+
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
+_DURATION = re.compile(rf"[+-]?(?:0|(?:{_PART})+)", re.ASCII)
+
+
+def keep_seconds(value: float | str | None) -> float:
+    """Seconds; infinite for a negative value, as at Ollama, and without one.
+
+    Raises:
+        ValueError: a text that is no duration in Go's notation.
+    """
+    if value is None:
+        return math.inf
+    if isinstance(value, str):
+        if len(value) > 100 or not _DURATION.fullmatch(value):
+            raise ValueError("it is a number of seconds or a duration such as 5m, 1h30m or -1s")
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, value))
+        value = -seconds if value.startswith("-") else seconds
+    return math.inf if value < 0 else value
+
 
 Think = Literal["low", "medium", "high", "max"]
 NO_IMAGES = "images cannot be read: this model takes text alone"

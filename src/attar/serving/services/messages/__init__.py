@@ -24,7 +24,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from attar.errors import SettingsError
 from attar.serving.services.messages.drafting import Close, Commit, DraftSampling, Offer, Open, Ping, Pong
-from attar.serving.services.messages.hello import Hello, check_hello
 from attar.serving.services.messages.serving import (
     Cancel,
     Drafters,
@@ -41,8 +40,10 @@ from attar.serving.services.messages.wire import (
     MOST_MESSAGES,
     MOST_TOKENS,
     VERSION,
+    Hello,
     ProtocolError,
     UnavailableError,
+    check_hello,
 )
 
 __all__ = [
