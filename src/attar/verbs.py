@@ -69,9 +69,9 @@ def collect(
     Raises:
         AttarError: bad input, or an endpoint that fails; the journal stays.
     """
-    checked, asked = _settings("collect", settings), teacher_of(teacher)
+    checked, source = _settings("collect", settings), teacher_of(teacher)
     result: CollectionResult = load("attar.collection.collect:collect")(
-        Path(prompts), Path(out), asked, checked, offline=offline, force=force, progress=shown(progress)
+        Path(prompts), Path(out), source, checked, offline=offline, force=force, progress=shown(progress)
     )
     return result
 
