@@ -29,8 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attar.walks.objectives import kl_rows
-
 CHUNK_ELEMENTS = 1 << 20  # elements of one float32 chunk: 4 MiB, so a few of them fit the CPU cache
 
 
@@ -50,7 +48,15 @@ def kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
         q_logits: (N, V') logits of the model; only the first min(V, V') columns count, so padded vocabularies
             compare with others.
     """
-    return _compare(kl_rows, p_logits, q_logits, torch.float64)
+    return _compare(_kl_chunk, p_logits, q_logits, torch.float64)
+
+
+def _kl_chunk(p: Tensor, q: Tensor) -> Tensor:
+    x, y = (logits.float() - logits.float().amax(-1, keepdim=True) for logits in (p, q))
+    weight = x.exp()
+    P, Q = weight.sum(-1, dtype=torch.float64), y.exp().sum(-1, dtype=torch.float64)
+    product = (weight * (x - y)).masked_fill_(weight == 0, 0.0)  # 0 ln 0 = 0, and not 0 * infinity
+    return (product.sum(-1, dtype=torch.float64) / P + Q.log() - P.log()).clamp(min=0.0)
 
 
 def agreement(p_logits: Tensor, q_logits: Tensor) -> Tensor:

@@ -67,11 +67,10 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """
     rows = max(1, CHUNK_ELEMENTS // p_logits.shape[-1])
     pairs = zip(p_logits.split(rows), q_logits.split(rows), strict=True)
-    return torch.cat([kl_rows(p.to(q.device), q) for p, q in pairs])
+    return torch.cat([_chunk_kl(p.to(q.device), q) for p, q in pairs])
 
 
-def kl_rows(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) of rows of logits, in nats: float64, without the lost digits of log-softmaxes."""
+def _chunk_kl(p: Tensor, q: Tensor) -> Tensor:
     x, y = (z.float() - z.float().amax(-1, keepdim=True) for z in (p, q))
     weight = x.exp()
     P, Q = weight.sum(-1, dtype=torch.float64), y.exp().sum(-1, dtype=torch.float64)
