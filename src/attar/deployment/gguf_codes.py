@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from attar.checkpoint.open import Checkpoint
-from attar.checkpoint.processes import Processes
 from attar.deployment.gguf_types import FLOATS, TensorTypes, stored_codes
-from attar.deployment.imatrix import Sums
 from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
@@ -40,11 +38,15 @@ from attar.quantization.grids import (
 )
 from attar.quantization.grids.ggml_search import HALF_LARGEST, HALF_SMALLEST
 from attar.quantization.hessian import all_finite
-from attar.quantization.plan import QuantizationPlan
-from attar.quantization.quantization_method import RoundedModel
 from attar.quantization.schemes import QuantizationScheme
 from attar.quantization.settings import QuantizeSettings, quantize_settings
-from attar.walks.offloaded_model import HiddenStates, OffloadedModel
+
+if TYPE_CHECKING:
+    from attar.checkpoint.processes import Processes
+    from attar.deployment.imatrix import Sums
+    from attar.quantization.plan import QuantizationPlan
+    from attar.quantization.quantization_method import RoundedModel
+    from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 
 LOST = 0.25  # share of a tensor's squared weight that it may lose where a scale is at float16's end
 

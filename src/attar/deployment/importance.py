@@ -6,21 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.open import Checkpoint
-from attar.checkpoint.processes import Processes
 from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import COMPRESSION
 from attar.deployment.gguf_types import FLOATS
-from attar.deployment.imatrix import Sums
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, SettingsError
 from attar.formats.gguf import imatrix
-from attar.formats.gguf.placement import Placement
 from attar.models.loading.device import pick_device
 from attar.progress import Progress
 from attar.quantization.gates import unseen_inputs
@@ -28,6 +25,11 @@ from attar.quantization.hessian import informed
 
 EMBEDDING = "token_embd.weight"
 SHOWN = 6  # names in a sentence
+
+if TYPE_CHECKING:
+    from attar.checkpoint.processes import Processes
+    from attar.deployment.imatrix import Sums
+    from attar.formats.gguf.placement import Placement
 
 
 @dataclass(frozen=True)
