@@ -4,7 +4,7 @@
     python benchmarks/plan_speed.py --model DIR --sizes 60MB 80MB --batch 1 4
 
 For each size a plan is made with times of this machine's products, run (rounded to nearest), and its model
-decodes behind 128 tokens of context, the fastest of ``--tries``, as the step of the dense model is timed.
+decodes behind 128 tokens of context, the fastest of ``--tries``, as the plan's own step is timed.
 Prints tokens a second of all sequences, predicted and measured. Beside other work give ``--processor-time``.
 """
 

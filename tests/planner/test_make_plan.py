@@ -21,7 +21,15 @@ from attar.cli.main import call
 from attar.errors import CheckpointError, ModelError, OutputError, UsageError
 from attar.planner import cuts
 from attar.planner import losses as losses_module
-from attar.planner.costs import EMBEDDING, GroupProduct, layer_groups, main_scheme, schemes_of, weight_costs
+from attar.planner.costs import (
+    EMBEDDING,
+    HEAD,
+    GroupProduct,
+    layer_groups,
+    main_scheme,
+    schemes_of,
+    weight_costs,
+)
 from attar.planner.cuts import cuts_folder
 from attar.planner.gguf_costs import gguf_costs
 from attar.planner.page import command_of
@@ -98,14 +106,14 @@ def test_the_products_of_a_mixture(tmp_path: Path) -> None:
     """Of one expert, gate and up as one product, and how many of them a token reads."""
     folder = tiny_models.save(variants.build("qwen3_moe"), tmp_path / "m", dtype=torch.bfloat16)
     checkpoint = open_checkpoint(folder)
-    fused, head = products_of(checkpoint, layer_groups(checkpoint))
+    fused = products_of(checkpoint, layer_groups(checkpoint))
     config = checkpoint.config
     width, neurons = config["hidden_size"], config["moe_intermediate_size"]
     routed = {"experts": config["num_local_experts"], "active": config["num_experts_per_tok"]}
     (experts,) = {tuple(products) for group, products in fused.items() if "experts" in group}
     assert experts == (GroupProduct(2 * neurons, width, **routed), GroupProduct(width, neurons, **routed))
     assert all(len(products) == 1 for group, products in fused.items() if "experts" not in group)
-    assert head == [(config["vocab_size"], width)]
+    assert fused[HEAD] == [GroupProduct(config["vocab_size"], width)]
 
 
 def test_a_method_that_takes_no_stack_of_experts_is_refused_before_any_work(

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 
 from attar.errors import RecipeError, SettingsError
+from attar.kernels.product import default_activation_bits, default_threads
 from attar.models.anatomy.parts import matches
 from attar.planner.additivity import corrected_losses, fitted, pair_sum
 from attar.planner.correction import PRIORS, WITHIN, Z90, predicted_kl
-from attar.planner.costs import patterns_of
+from attar.planner.costs import EMBEDDING, HEAD, GroupProduct, StepTimes, patterns_of
 from attar.planner.settings import PlanSettings
 from attar.planner.solve import PlanPoint
 from attar.quantization.mixed_precision.allocate import Option
 from attar.recipe.plan_history import PlanRecord, append_record, history_file, outcome_line, read_records
 from attar.recipe.schema import parse_recipe
-from attar.runtime.kernel_times import KernelShape, KernelTimes, read_times
+from attar.runtime import kernel_times
+from attar.runtime.kernel_times import KernelShape, KernelTimes, read_times, times_of
 
 BLOCKS = ("m.0", "m.1")
 LOSSES = {"m.0.q": 0.04, "m.0.up": 0.09, "m.0.down": 0.01, "m.1.q": 0.16, "m.1.up": 0.25, "embedding": 0.36}
@@ -184,7 +186,7 @@ def test_sizes_of_settings() -> None:
 
 
 def test_a_table_of_kernels_is_read_as_it_was_written(tmp_path: Path) -> None:
-    table = KernelTimes("some processor", 2, {KernelShape("int4", 64, 32, 1): 1.5e-6})
+    table = KernelTimes("some processor", 2, {KernelShape("int4", 64, 32, 1): 1.5e-6}, bits=8)
     table.write(tmp_path / "t.yaml")
     assert read_times(tmp_path / "t.yaml") == table
     assert table.missing([KernelShape("int4", 64, 32, 1), KernelShape("bf16", 64, 32, 1)]) == [
@@ -192,11 +194,38 @@ def test_a_table_of_kernels_is_read_as_it_was_written(tmp_path: Path) -> None:
     ]
 
 
+def test_products_are_timed_with_the_inputs_that_the_step_rounds_them_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a table of other inputs is measured anew."""
+    monkeypatch.setattr(kernel_times, "_measure", lambda pool, shape, layers, bits: float(bits))
+    shape, path, bits = KernelShape("int4", 64, 32, 1), tmp_path / "t.yaml", default_activation_bits()
+    KernelTimes("here", default_threads(), {shape: 3.0}, bits=24 - bits).write(path)
+    assert times_of([shape], path, "here").seconds == {shape: bits / 10}  # less a call, of as many seconds
+    KernelTimes("here", default_threads(), {shape: 3.0}, bits=bits).write(path)
+    assert times_of([shape], path, "here").seconds == {shape: 3.0}
+
+
+def test_an_int8_embedding_is_an_int8_head() -> None:
+    head = GroupProduct(64, 32)
+    table = KernelTimes(
+        "here", 1, {KernelShape(kind, 64, 32, 1): s for kind, s in (("bf16", 2.0), ("int8", 1.0))}
+    )
+    tied, apart = (StepTimes(table, {group: [head]}, 0.5, 1) for group in (EMBEDDING, HEAD))
+    assert (tied.seconds({EMBEDDING: "int8"}), tied.seconds({EMBEDDING: "dense"}), tied.seconds({})) == (
+        1.5,
+        2.5,
+        2.5,
+    )
+    assert apart.seconds({EMBEDDING: "int8"}) == 2.5
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "[]",
         "kernels: 3\nthreads: 1",
+        "kernels: []\nthreads: 1\nbits: 4",
         "threads: 1\nkernels: [{format: int4}]",
         "threads: 1\nkernels: [{format: int5, rows: 1, columns: 1, tokens: 1, seconds: 1.0}]",
         "threads: 1\nkernels: [{format: int4, rows: 1, columns: 1, tokens: 1, seconds: -1.0}]",

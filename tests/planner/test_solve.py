@@ -55,7 +55,7 @@ def step_times() -> StepTimes:
         for kind, slow in (("int4", 2.0), ("int8", 1.0), ("bf16", 4.0)):  # fewer bits are slower here
             table.seconds[KernelShape(kind, rows, columns, 1)] = slow * rows
     fused = {group: [GroupProduct(*shape)] for group, shape in products.items()}
-    return StepTimes(table, fused, [(4, 4)], 3.0, 1)
+    return StepTimes(table, fused, 3.0, 1)
 
 
 def every(times: StepTimes | None = None) -> list[PlanPoint]:

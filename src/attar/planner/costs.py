@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding"
 """The group of the stored embedding; its options are ``dense`` and ``int8``."""
 
+HEAD = "head"
+"""The product of a head of its own, which stays dense."""
+
 GroupChoice = Mapping[str, str]
 """Option by group."""
 
@@ -194,15 +197,13 @@ class StepTimes:
 
     Attributes:
         table: of the products.
-        products: of each group.
-        dense: shapes of products that stay in bf16: the head.
+        products: of each group; of :data:`EMBEDDING` the head that is it, of :data:`HEAD` one of its own.
         overhead: seconds of a step outside its products.
         batch: sequences, which is T of every product.
     """
 
     table: KernelTimes
     products: Mapping[str, Sequence[GroupProduct]]
-    dense: Sequence[tuple[int, int]]
     overhead: float
     batch: int
 
@@ -218,15 +219,14 @@ class StepTimes:
         """Of a step whose groups are each in their fastest option."""
         best = {
             group: min(options[group], key=lambda option, of=group: self.group_seconds(of, option))  # type: ignore[misc]
-            for group in self.products
+            for group in self.products.keys() & options.keys()
         }
         return self.seconds(best)
 
     def seconds(self, choice: GroupChoice) -> float:
         """Of a step."""
-        head = (KernelShape("bf16", rows, columns, self.batch) for rows, columns in self.dense)
-        groups = math.fsum(self.group_seconds(group, choice[group]) for group in self.products)
-        return self.overhead + math.fsum(self.table.seconds[shape] for shape in head) + groups
+        groups = (self.group_seconds(group, choice.get(group, "dense")) for group in self.products)
+        return self.overhead + math.fsum(groups)
 
 
 class GroupProduct(NamedTuple):
@@ -256,17 +256,13 @@ class GroupProduct(NamedTuple):
 
 
 def kernel_of(scheme: str) -> str:
-    """The format in which the compiled step multiplies a scheme's weights (runtime/runner/codes.py)."""
-    if scheme == "dense":
-        return "bf16"
+    """The format in which the compiled step multiplies an option's weights (runtime/runner/codes.py)."""
+    if scheme in ("dense", "int8"):
+        return {"dense": "bf16", "int8": "int8"}[scheme]
     return "int4" if int(scheme[1]) <= 4 else "int8"
 
 
-def kernel_shapes(
-    products: Iterable[GroupProduct], dense: Iterable[tuple[int, int]], batch: int
-) -> list[KernelShape]:
+def kernel_shapes(products: Iterable[GroupProduct], batch: int) -> list[KernelShape]:
     """Every product that a plan may have."""
-    inside = list(dict.fromkeys(products))
-    wide = [KernelShape("bf16", *shape, batch) for shape in dict.fromkeys(dense)]
     kinds = ("bf16", "int8", "int4")
-    return list(dict.fromkeys([*wide, *(p.shape(kind, batch) for kind in kinds for p in inside)]))
+    return list(dict.fromkeys(product.shape(kind, batch) for product in products for kind in kinds))

@@ -1,7 +1,7 @@
 """Seconds of a step of decoding: the products of every group by this machine's table, and all else of a step.
 
 step(choice) = sum over products of their times in the choice's formats + overhead
-overhead     = step of the dense model, measured, less the products of the dense model
+overhead     = step of the model rounded to int4, measured, less its products
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attar.models.anatomy.discover import discover
 from attar.models.loading.empty import empty_model
 from attar.models.loading.fit import admit
 from attar.models.loading.single_experts import single_experts
-from attar.planner.costs import GroupProduct, StepTimes, kernel_shapes, layer_groups
+from attar.planner.costs import EMBEDDING, HEAD, GroupProduct, StepTimes, kernel_shapes, layer_groups
 from attar.planner.settings import PlanSettings
 from attar.progress import SILENT, Progress
 from attar.recipe.machine import machine
@@ -32,7 +32,6 @@ CONTEXT = 128  # tokens before the step that is timed, as attar evaluate has it
 
 def kernel_table(
     products: Sequence[GroupProduct],
-    dense: Sequence[tuple[int, int]],
     batch: Sequence[int],
     layers: int,
     progress: Progress = SILENT,
@@ -44,7 +43,7 @@ def kernel_table(
     """
     root = os.environ.get("ATTAR_CACHE")
     path = (Path(root) if root else cache_folder()) / "kernels.yaml"
-    shapes = [shape for tokens in batch for shape in kernel_shapes(products, dense, tokens)]
+    shapes = [shape for tokens in batch for shape in kernel_shapes(products, tokens)]
     return times_of(shapes, path, str(machine()["cpu"]), layers=layers, progress=progress)
 
 
@@ -58,10 +57,10 @@ def model_kernels(model: Any, batches: Sequence[int], progress: Progress) -> Ker
         AttarError: see :func:`products_of` and :func:`kernel_table`.
     """
     checkpoint = admit(model, progress)
-    fused, dense = products_of(checkpoint, layer_groups(checkpoint))
+    fused = products_of(checkpoint, layer_groups(checkpoint))
     shapes = [product for products in fused.values() for product in products]
-    table = kernel_table(shapes, dense, batches, len(fused) // 4, progress)
-    wanted = [shape for tokens in batches for shape in kernel_shapes(shapes, dense, tokens)]
+    table = kernel_table(shapes, batches, len(fused) // 4, progress)
+    wanted = [shape for tokens in batches for shape in kernel_shapes(shapes, tokens)]
     return replace(table, seconds={shape: table.seconds[shape] for shape in wanted})
 
 
@@ -79,10 +78,10 @@ def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Pr
     if chosen.type != "cuda":
         raise SettingsError("device", device, "a card: cuda or cuda:0")
     checkpoint = admit(model, progress)
-    fused, dense = products_of(checkpoint, layer_groups(checkpoint))
+    fused = products_of(checkpoint, layer_groups(checkpoint))
     register_kernels(chosen)
     return product_times.device_times(
-        [*(product[:2] for products in fused.values() for product in products), *dense],
+        [product[:2] for products in fused.values() for product in products],
         batches,
         product_times.table_path(),
         chosen,
@@ -92,10 +91,8 @@ def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Pr
     )
 
 
-def products_of(
-    checkpoint: Checkpoint, groups: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, list[GroupProduct]], list[tuple[int, int]]]:
-    """The products of each group, fused as the step has them, and those that stay dense: the head.
+def products_of(checkpoint: Checkpoint, groups: Mapping[str, Sequence[str]]) -> dict[str, list[GroupProduct]]:
+    """The products of each group, fused as the step has them, and of the head.
 
     Raises:
         CheckpointError: the compiled step does not run the model.
@@ -126,8 +123,9 @@ def products_of(
             GroupProduct(count, columns, experts, active)
             for (columns, _, experts, active), count in rows.items()
         ]
-    table = shapes.get("lm_head") or shapes["model.embed_tokens"]
-    return fused, [(int(table[0]), int(table[1]))]
+    vocabulary, width = shapes[anatomy.embedding if anatomy.tied else str(anatomy.head)]
+    fused[EMBEDDING if anatomy.tied else HEAD] = [GroupProduct(int(vocabulary), int(width))]
+    return fused
 
 
 def step_times(
@@ -139,32 +137,31 @@ def step_times(
         CheckpointError: there are no compiled kernels, or the compiled step does not run the model.
         SettingsError: the table lacks a product; names what makes it.
     """
-    fused, dense = products_of(checkpoint, groups)
+    fused = products_of(checkpoint, groups)
     shapes, batch = [product for products in fused.values() for product in products], settings.batch
     if settings.hardware != "this":
         table = read_times(Path(settings.hardware))
-        if missing := table.missing(kernel_shapes(shapes, dense, batch)):
+        if missing := table.missing(kernel_shapes(shapes, batch)):
             raise CheckpointError(
                 f"{settings.hardware} has no time of {missing[0].format} {missing[0].rows} x "
                 f"{missing[0].columns} with {batch} tokens",
                 hint=f"attar bench MODEL --kernels --batch {batch} on that machine",
             )
-        return StepTimes(table, fused, dense, 0.0, batch)
-    table = kernel_table(shapes, dense, [batch], len(groups) // 4, progress)
-    dense_step = StepTimes(table, fused, dense, 0.0, batch).seconds(dict.fromkeys(fused, "dense"))
-    overhead = max(_step(checkpoint, batch, progress) - dense_step, 0.0)
-    return StepTimes(table, fused, dense, overhead, batch)
+        return StepTimes(table, fused, 0.0, batch)
+    table = kernel_table(shapes, [batch], len(groups) // 4, progress)
+    coded = StepTimes(table, fused, 0.0, batch).seconds(dict.fromkeys(fused, "W4A16"))
+    return StepTimes(table, fused, max(_step(checkpoint, batch, progress) - coded, 0.0), batch)
 
 
 def _step(checkpoint: Any, batch: int, progress: Progress) -> float:
-    """Seconds of a step of the dense model, the fastest of three tries."""
+    """Seconds of a step of the model rounded to int4 while it is loaded, the fastest of three tries."""
     import random
 
     from attar.runtime.bench import measure
     from attar.runtime.llm import LLM
 
-    with progress.task("time the dense model", total=3) as task:
-        llm = LLM(checkpoint)
+    with progress.task("time a step", total=3) as task:
+        llm = LLM(checkpoint, weights="int4")
         context = min(CONTEXT, (llm.engine.runner.context or 2 * CONTEXT) // 2)
         tries = []
         for _ in range(3):

@@ -3,11 +3,15 @@ from, since fewer bits can be slower than more.
 
     seconds of y = x W^T        W (N, K) in bf16, int8 or int4 (kernels/packed.py); x (T, K)
 
+Inputs x are rounded as the step rounds them. A step is one call with many products: what a call costs, that
+of a product of next to nothing, is taken off.
+
 A table is a YAML file in the user's cache, which grows by the shapes that were asked for; on another machine
 ``attar bench MODEL --kernels`` prints it, and the file can be given in place of this machine's:
 
     machine: AMD EPYC 9B14
     threads: 2
+    bits: 16
     kernels:
     - {format: int4, rows: 768, columns: 256, tokens: 1, seconds: 4.1e-06}
 """
@@ -48,12 +52,14 @@ class KernelTimes:
     Attributes:
         machine: the processor's name.
         threads: of the products.
-        seconds: median by shape.
+        seconds: by shape.
+        bits: of the products' inputs, 8 or 16 (:func:`attar.kernels.product.default_activation_bits`).
     """
 
     machine: str
     threads: int
     seconds: dict[KernelShape, float] = field(default_factory=dict)
+    bits: int = 16
 
     def missing(self, shapes: Iterable[KernelShape]) -> list[KernelShape]:
         """The shapes that the table does not have, each once."""
@@ -62,7 +68,7 @@ class KernelTimes:
     def to_dict(self) -> dict[str, Any]:
         """The content of its file."""
         rows = [{**shape._asdict(), "seconds": seconds} for shape, seconds in sorted(self.seconds.items())]
-        return {"machine": self.machine, "threads": self.threads, "kernels": rows}
+        return {"machine": self.machine, "threads": self.threads, "bits": self.bits, "kernels": rows}
 
     def to_yaml(self) -> str:
         """The text of its file."""
@@ -90,9 +96,10 @@ def read_times(path: Path, formats: Sequence[str] = get_args(Kind)) -> KernelTim
     except AttarError as error:
         raise SettingsError("hardware", str(path), f"a table of attar bench --kernels ({error})") from error
     times = content.get("kernels") if isinstance(content, Mapping) else None
-    if not isinstance(times, list) or not isinstance(content.get("threads"), int):
-        raise SettingsError("hardware", str(path), "a file with machine, threads and kernels")
-    table = KernelTimes(str(content.get("machine", "")), content["threads"])
+    bits = content.get("bits", 16) if isinstance(content, Mapping) else None
+    if not isinstance(times, list) or not isinstance(content.get("threads"), int) or bits not in (8, 16):
+        raise SettingsError("hardware", str(path), "a file with machine, threads, bits (8 or 16) and kernels")
+    table = KernelTimes(str(content.get("machine", "")), content["threads"], bits=bits)
     for number, entry in enumerate(times):
         shape = _shape(path, number, entry, formats)
         table.seconds[shape] = float(entry["seconds"])
@@ -133,30 +140,31 @@ def times_of(
         CheckpointError: there are no compiled kernels.
     """
     from attar.kernels.build import why_missing
-    from attar.kernels.product import ThreadPool, default_threads
+    from attar.kernels.product import ThreadPool, default_activation_bits, default_threads
 
     if why := why_missing("decode"):
         raise CheckpointError(f"no compiled kernels to time: {why}", hint="leave --speed out")
-    table = KernelTimes(machine, default_threads())
+    table = KernelTimes(machine, default_threads(), bits=default_activation_bits())
     try:
         known = read_times(path)
-        table = known if (known.machine, known.threads) == (machine, table.threads) else table
+        if (known.machine, known.threads, known.bits) == (machine, table.threads, table.bits):
+            table = known
     except SettingsError:
         pass
     missing = table.missing(shapes)
     with ThreadPool() as pool, progress.task("kernels", total=len(missing)) as task:
+        call = _measure(pool, KernelShape("bf16", 16, 32, 1), 1, table.bits) if missing else 0.0
         for shape in missing:
-            table.seconds[shape] = _measure(pool, shape, layers)
+            seconds = _measure(pool, shape, layers, table.bits)
+            table.seconds[shape] = max(seconds - call, seconds / 10)
             task.advance()
     if missing:
         table.write(path)
     return table
 
 
-def _measure(pool: Any, shape: KernelShape, layers: int) -> float:
-    """The median time of a product."""
-    import statistics
-
+def _measure(pool: Any, shape: KernelShape, layers: int, bits: int) -> float:
+    """The time of a call of a product, the fastest try: other work only adds to it."""
     import torch
 
     from attar.kernels.memory import huge_pages
@@ -176,6 +184,6 @@ def _measure(pool: Any, shape: KernelShape, layers: int) -> float:
     while len(tries) < LEAST or time.perf_counter() - began < TRY_S:
         start = time.perf_counter()
         for weight in weights:
-            pool.multiply(x, weight)
+            pool.multiply(x, weight, bits=bits)
         tries.append((time.perf_counter() - start) / copies)
-    return statistics.median(tries)
+    return min(tries)

@@ -75,6 +75,8 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
     }
 }
 
+// Pairs without an instruction of their own: compilers keep one or two tokens in registers if pairs are taken apart here,
+// more if dot2 does so; the sums are the same.
 template <int M, bool ROUNDED>
 static inline void product_bf16(const std::uint8_t* panel, const Activations& in, std::int64_t token, F (*out)[2]) {
     const std::int64_t columns = in.columns;
@@ -86,12 +88,13 @@ static inline void product_bf16(const std::uint8_t* panel, const Activations& in
         prefetch(panel + PREFETCH_AHEAD + 64);
         ATTAR_UNROLL
         for (int m = 0; m < M; m++) {
-            if (ROUNDED) {
-                const std::int32_t pair = load_word(bf16 + m * columns + k);
+            const std::int32_t pair = ROUNDED ? load_word(bf16 + m * columns + k) : 0;
+            if (ROUNDED && (one::DOT_PAIRS || M > 2)) {
                 out[m][0] = dot2(out[m][0], low, pair);
                 out[m][1] = dot2(out[m][1], high, pair);
             } else {
-                const F even = broadcast(x[m * columns + k]), odd = broadcast(x[m * columns + k + 1]);
+                const F even = ROUNDED ? (F)(I(pair) << 16) : broadcast(x[m * columns + k]);
+                const F odd = ROUNDED ? (F)(I(pair) & ~0xffff) : broadcast(x[m * columns + k + 1]);
                 out[m][0] = fma((F)(low & ~0xffff), odd, fma((F)(low << 16), even, out[m][0]));
                 out[m][1] = fma((F)(high & ~0xffff), odd, fma((F)(high << 16), even, out[m][1]));
             }

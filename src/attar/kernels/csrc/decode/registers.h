@@ -292,6 +292,13 @@ static inline Ints dot_shorts(Ints total, Ints w, Ints x) {
 #endif
 }
 
+// Whether that is one instruction.
+#if (defined(__AVX512BF16__) && defined(__AVX512BW__)) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool DOT_PAIRS = true;
+#else
+constexpr bool DOT_PAIRS = false;
+#endif
+
 // Per lane, the two bfloat16 of w times the two of x, added to total.
 static inline Floats dot2(Floats total, Ints w, Ints x) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
