@@ -11,8 +11,7 @@ from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.speculator import Speculator
 from attar.serving.services.draft_service import DraftService
 from attar.serving.services.drafter import Turnaround
-from attar.serving.services.messages import Close, Hello, Offer, Open
-from attar.serving.services.messages.wire import VERSION
+from attar.serving.services.messages import VERSION, Close, Hello, Offer, Open
 from attar.serving.services.offer_proposer import OfferProposer
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner
 from tests.runtime.speculate.proposing import Eager
