@@ -15,9 +15,9 @@ import httpx
 
 from attar.serving.http import app as app_module
 from attar.serving.http.app import create_app
+from attar.serving.http.responses_api.endpoint import ResponseStore
 from attar.serving.http.responses_api.items import messages_of
 from attar.serving.http.responses_api.protocol import InputItem
-from attar.serving.http.responses_api.store import ResponseStore
 from attar.serving.http.settings import ServerSettings
 from tests.serving.http.fake import ANSWER, FAIL, FakeBackend, FakeTokenizer
 from tests.serving.http.real import refused, serving

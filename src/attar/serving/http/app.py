@@ -58,9 +58,8 @@ from attar.serving.http.model_table import (
 from attar.serving.http.ollama.routes import add_running, make_ollama_routes
 from attar.serving.http.page import add_page
 from attar.serving.http.request_body import BodyRoute
-from attar.serving.http.responses_api.endpoint import delete, respond_to, retrieve
+from attar.serving.http.responses_api.endpoint import ResponseStore, delete, respond_to, retrieve
 from attar.serving.http.responses_api.protocol import DeletedBody, ResponseBody, ResponsesRequest
-from attar.serving.http.responses_api.store import ResponseStore
 from attar.serving.http.service import Service
 from attar.serving.http.settings import LoraSettings, ServerSettings, TemplateSettings
 from attar.serving.http.throughput_log import log_throughput

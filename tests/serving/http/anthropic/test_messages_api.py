@@ -13,7 +13,7 @@ pytest.importorskip("httpx")
 import httpx
 
 from attar.runtime.loading import load
-from attar.serving.http.anthropic.output import input_of
+from attar.serving.http.anthropic.endpoint import input_of
 from attar.serving.http.app import create_app
 from attar.serving.http.settings import ServerSettings
 from tests.serving.http.fake import ANSWER, BUSY, FAIL, SLOW, FakeBackend, FakeTokenizer

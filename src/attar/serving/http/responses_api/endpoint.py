@@ -1,21 +1,62 @@
-"""POST /v1/responses, and GET and DELETE of one that is stored."""
+"""POST /v1/responses, and GET and DELETE of one that is stored.
+
+Responses that a next request may go on from: in memory, of this process.
+
+Each is its caller's alone, and the caller that has most of them loses its oldest first.
+"""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from attar.runtime.fair_cache import FairCache
 from attar.serving.http.chat_endpoint import naming_tools, start_chat
 from attar.serving.http.errors import ApiError
 from attar.serving.http.responses import respond
 from attar.serving.http.responses_api.items import chat_request, input_items, messages_of
 from attar.serving.http.responses_api.output import ResponseOutput, items_of
 from attar.serving.http.responses_api.protocol import InputItem, ResponsesRequest
-from attar.serving.http.responses_api.store import ResponseStore, StoredResponse
 from attar.serving.http.service import Service
+
+MAX_RESPONSES = 1024
+MAX_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A finished response.
+
+    Attributes:
+        items: the whole conversation up to its end, as input items; without instructions.
+        answer: as it was returned.
+    """
+
+    items: tuple[dict[str, Any], ...]
+    answer: dict[str, Any]
+
+
+class ResponseStore(FairCache[StoredResponse]):
+    """The responses of a server.
+
+    Args:
+        most: responses; bytes: of all of them in JSON.
+    """
+
+    def __init__(self, most: int = MAX_RESPONSES, bytes: int = MAX_BYTES) -> None:
+        super().__init__(most, bytes)
+
+    def keep(self, owner: str, items: Sequence[dict[str, Any]], answer: dict[str, Any]) -> None:
+        """Keep a response, unless it alone is too large."""
+        size = len(json.dumps([items, answer]))
+        self.put(owner, answer["id"], StoredResponse(tuple(items), answer), size)
+
 
 _REPEATED = ("model", "instructions", "max_output_tokens", "temperature", "top_p", "previous_response_id")
 
