@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.open import Checkpoint
-from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import COMPRESSION
 from attar.deployment.gguf_types import FLOATS
 from attar.deployment.settings import ExportSettings
@@ -158,20 +157,10 @@ def _compute(
     progress: Progress,
 ) -> InputImportance:
     from attar.deployment.imatrix import compute
-    from attar.models.loading.load import load_tokenizer
+    from attar.models.loading.calibration import calibration_text
     from attar.models.loading.single_experts import single_experts
 
-    length = row_length(settings.sequence_length, source.config)
-    batches = calibration_batches(
-        load_tokenizer(source),
-        settings.data,
-        samples=settings.importance_rows,
-        sequence_length=length,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        bos=settings.bos,
-        split=COMPRESSION,
-    )
+    batches = calibration_text(source, settings, settings.importance_rows, COMPRESSION)
     try:
         sums = compute(
             single_experts(view),
@@ -188,7 +177,7 @@ def _compute(
     origin = {
         "datasets": [settings.data],
         "chunks": sum(len(batch) for batch in batches),
-        "chunk_size": length,
+        "chunk_size": batches[0].shape[1],
     }
     tokens = sum(batch.numel() for batch in batches)
     return InputImportance(entries, origin, f"{tokens:,} tokens of {settings.data}")

@@ -20,7 +20,6 @@ from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
-from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import COMPRESSION
 from attar.deployment import imatrix
 from attar.deployment.settings import ExportSettings
@@ -29,9 +28,9 @@ from attar.errors import ModelError, NumericsError
 from attar.formats.coded import WeightLayout
 from attar.formats.readers import reader
 from attar.models.anatomy.discover import discover
+from attar.models.loading.calibration import calibration_text
 from attar.models.loading.device import pick_device
 from attar.models.loading.empty import empty_model
-from attar.models.loading.load import load_tokenizer
 from attar.models.loading.stored import stored_names
 from attar.progress import Progress
 from attar.quantization.gates import checked_layers
@@ -79,17 +78,7 @@ class SweptExport:
     @cached_property
     def batches(self) -> Sequence[Tensor]:
         """The calibration text."""
-        settings = self.settings
-        return calibration_batches(
-            load_tokenizer(self.source),
-            settings.data,
-            samples=settings.samples,
-            sequence_length=row_length(settings.sequence_length, self.source.config),
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-            bos=settings.bos,
-            split=COMPRESSION,
-        )
+        return calibration_text(self.source, self.settings, split=COMPRESSION)
 
     @property
     def calibration(self) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.output import StageOutput
-from attar.data.packing import calibration_batches, row_length
+from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
+from attar.models.loading.calibration import calibration_text
 from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 from attar.pruning.settings import PruneSettings
@@ -47,12 +48,4 @@ class PruneTask:
 
 def calibration(source: Checkpoint, settings: PruneSettings) -> list[Tensor]:
     """The calibration batches of the settings, int64 (B, S)."""
-    return calibration_batches(
-        load_tokenizer(source),
-        settings.data,
-        samples=settings.samples,
-        sequence_length=row_length(settings.sequence_length, source.config),
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        bos=settings.bos,
-    )
+    return calibration_text(source, settings)

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
-from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import COMPRESSION
 from attar.errors import NumericsError
 from attar.formats.rules import ActivationRule
 from attar.models.fake_quant import on_keys_and_values
+from attar.models.loading.calibration import calibration_text
 from attar.models.loading.device import pick_device
-from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 from attar.quantization.grids.fp4 import E4M3_LARGEST
 from attar.quantization.plan import QuantizationPlan, static_inputs
@@ -37,17 +36,7 @@ from attar.walks.sweep import SweepOptions, observe
 
 def batches_of(checkpoint: Checkpoint, settings: QuantizeSettings) -> list[Tensor]:
     """The calibration batches, int64 (B, S)."""
-    sizes = settings.calibration
-    return calibration_batches(
-        load_tokenizer(checkpoint),
-        settings.data,
-        samples=sizes.samples,
-        sequence_length=row_length(sizes.sequence_length, checkpoint.config),
-        batch_size=sizes.batch_size,
-        seed=settings.seed,
-        bos=settings.bos,
-        split=COMPRESSION,
-    )
+    return calibration_text(checkpoint, settings, split=COMPRESSION)
 
 
 class ActivationRange:

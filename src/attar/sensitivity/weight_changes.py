@@ -31,15 +31,15 @@ from torch.nn import functional as F
 from attar.checkpoint.hashing import sha256_text
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
-from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import fingerprint
 from attar.errors import DataError
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Anatomy, weight_of
 from attar.models.anatomy.roles import common_parent
+from attar.models.loading.calibration import calibration_text
 from attar.models.loading.device import pick_device
 from attar.models.loading.experts import unstack
-from attar.models.loading.load import load_model, load_tokenizer
+from attar.models.loading.load import load_model
 from attar.options import flatten
 from attar.progress import SILENT, Progress
 from attar.sensitivity.measurements import Measurement, SensitivityKey, read, write
@@ -84,15 +84,7 @@ def load_inputs(checkpoint: Checkpoint, settings: Any) -> SensitivityInputs:
     options = flatten(settings)
     device = torch.device(pick_device(options["device"]))
     model = unstack(load_model(checkpoint, dtype=torch.float32, device=device))
-    batches = calibration_batches(
-        load_tokenizer(checkpoint),
-        options["data"],
-        samples=min(options["samples"], ROWS),
-        sequence_length=row_length(options["sequence_length"], checkpoint.config),
-        batch_size=options["batch_size"],
-        seed=options["seed"],
-        bos=options["bos"],
-    )
+    batches = calibration_text(checkpoint, settings, min(options["samples"], ROWS))
     key = SensitivityKey(
         model=checkpoint.fingerprint(),
         data=sha256_text(f"{fingerprint(options['data'])} {options['bos']}"),

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from attar.checkpoint.open import Checkpoint
-from attar.data.packing import calibration_batches, row_length
+from attar.data.packing import row_length
 from attar.data.seen import record
+from attar.models.loading.calibration import calibration_text
 from attar.models.loading.load import load_tokenizer
 from attar.progress import SILENT, Progress
 from attar.walks.settings import TrainSettings
@@ -40,16 +41,7 @@ class ScoringText:
 
     def batches(self) -> list[Tensor]:
         """Int64 (B, S), none padded."""
-        settings = self.settings
-        return calibration_batches(
-            load_tokenizer(self.source),
-            settings.data,
-            samples=ROWS,
-            sequence_length=self.length,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-            bos=settings.bos,
-        )
+        return calibration_text(self.source, self.settings, ROWS)
 
     def record(self) -> dict[str, Any]:
         """Of this text, for :func:`attar.data.seen.note_texts`."""

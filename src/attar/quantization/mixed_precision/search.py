@@ -22,7 +22,6 @@ from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
-    RoundFunction,
     measure,
     nearest_mse,
     rounded,
@@ -39,14 +38,12 @@ def choose_bits(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-    candidates: Mapping[str, CandidateGrid] | None = None,
     processes: Processes = SINGLE_PROCESS,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The scheme of each Linear under the average bits of the settings. Returns scheme by module name, and
     for the card: the mix, its predicted and measured KL, the trade-off curve.
 
     Args:
-        candidates: grids by scheme; None: integers of 2 to 8 bits.
         processes: they share the measurements.
 
     Raises:
@@ -56,7 +53,7 @@ def choose_bits(
     layers = {layer.module: layer for layer in plan(checkpoint, storage).sites.values()}
     shapes = {name: layer.shape for name, layer in layers.items()}
     dtype = stored_precision(checkpoint)
-    candidates = candidates or integer_candidates(group_size(shapes, storage.group_size))
+    candidates = integer_candidates(group_size(shapes, storage.group_size))
     inputs = load_inputs(checkpoint, settings)
     measurements = measure(
         inputs.model,
@@ -91,11 +88,11 @@ def choose_bits(
     return chosen.schemes, report
 
 
-def integer_candidates(group_size: int, symmetric: bool = True) -> dict[str, CandidateGrid]:
+def integer_candidates(group_size: int) -> dict[str, CandidateGrid]:
     """W2A16 to W8A16 at one group size."""
 
     def grid(bits: int) -> CandidateGrid:
-        return lambda storage: IntGrid(bits, group_size, symmetric, storage)
+        return lambda storage: IntGrid(bits, group_size, True, storage)
 
     return {f"W{bits}A16": grid(bits) for bits in (2, 3, 4, 5, 6, 8)}
 
@@ -216,10 +213,7 @@ def interaction(
     batches: Sequence[Tensor],
     work: Path,
     *,
-    precision: str = "fp32",
     dtype: torch.dtype | None = None,
-    rounding: RoundFunction = nearest_mse,
-    memory: int = MEMORY,
 ) -> Interaction:
     """Measure a mix as a whole, as :func:`measure` measures its groups one by one; same arguments.
 
@@ -233,7 +227,7 @@ def interaction(
         for name, scheme in schemes.items()
     }
     with (
-        reference_of(model, (), batches, precision, memory, work) as reference,
-        rounded(model, grids, rounding),
+        reference_of(model, (), batches, "fp32", MEMORY, work) as reference,
+        rounded(model, grids, nearest_mse),
     ):
         return Interaction(predicted, reference.kl())
