@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, DataError, ModelError
-from attar.merging.held_out import HeldOutText, fill
+from attar.merging.quality import HeldOutText, fill
 from attar.merging.settings import MergeSettings
 from attar.models.loading.empty import empty_model
 from tests import tiny_models

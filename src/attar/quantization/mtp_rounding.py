@@ -31,8 +31,7 @@ from attar.quantization.layerwise import LayerSolver
 from attar.quantization.plan import LayerPlan
 from attar.walks.block_runner import read_reports, read_solutions, write_solutions
 from attar.walks.offloaded_model import HiddenStates, OffloadedModel
-from attar.walks.shared_solver import SharedSolver
-from attar.walks.solvers import LinearSolver, Solution
+from attar.walks.solvers import LinearSolver, SharedSolver, Solution
 
 HELD = 2**31  # bytes of statistics that are filled in one pass
 _EXPERT = re.compile(r"\.\d+\.(?=\w+$)")

@@ -18,7 +18,7 @@ block, not by names. The experts of a mixture are solved one by
 one from the mixture's input (expert_inputs.py). Each finished block is one file. A resumed sweep reads these
 files, runs their forward passes only, and continues.
 
-Several processes each run a part of the batches, and share the Linears (shared_solver.py). A block that is
+Several processes each run a part of the batches, and share the Linears (solvers.py). A block that is
 solved as a whole is the first process's.
 """
 
@@ -44,8 +44,7 @@ from attar.walks.distributed import agreed_precision, own_batches
 from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 from attar.walks.positions import PositionWeights
-from attar.walks.shared_solver import SharedSolver
-from attar.walks.solvers import BlockSolver, LinearSolver
+from attar.walks.solvers import BlockSolver, LinearSolver, SharedSolver
 
 AfterBlocks = Callable[[OffloadedModel, Sequence[Tensor], HiddenStates, Processes], None]
 """``after_blocks(offloaded, batches, hidden, processes)``: gets the hidden states after the last block of the

@@ -13,7 +13,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.errors import MissingExtraError, NumericsError, SettingsError, UsageError
 from attar.merging.config.documents import parse_configs
 from attar.merging.config.dump import config_text
-from attar.merging.held_out import HeldOutText
+from attar.merging.quality import HeldOutText
 from attar.merging.search.coefficients import SearchSpace, search
 from attar.merging.search.loss_cache import LossCache
 from tests import tiny_models

@@ -20,9 +20,9 @@ from attar.errors import CheckpointError, RecipeError, UsageError
 from attar.merging.adapters.apply import copy_companions_of, tokenizer_folder
 from attar.merging.config.dump import config_text
 from attar.merging.config.schema import SEARCHED, MergeConfig, MergeSource, ParameterSetting
-from attar.merging.held_out import HeldOutText
 from attar.merging.parents import ParentModels
 from attar.merging.planning.prepare import PreparedMerge, prepare
+from attar.merging.quality import HeldOutText
 from attar.merging.search.coefficients import SearchSpace, search
 from attar.merging.search.loss_cache import LossCache
 from attar.merging.search.soup import greedy_soup
