@@ -22,7 +22,8 @@ from attar.formats.gguf.reader import GGUFReader
 from attar.formats.gguf.tensor_map import architecture
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 from attar.formats.mxfp4 import ExpertMXFP4Reader
-from attar.formats.readers import FormatReader, quant_method, reader
+from attar.formats.packed_reader import FormatReader
+from attar.formats.readers import quant_method, reader
 from attar.formats.rules import WeightRule
 from attar.progress import Progress
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from attar.checkpoint.tensors import TensorInfo, read_tensor, stored_dtype
 from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded, fp4_levels, unpack_nibbles
-from attar.formats.packed_reader import weight_dtype
+from attar.formats.packed_reader import FormatReader, weight_dtype
 from attar.formats.rules import WeightRule
 
 METHOD = "mxfp4"
@@ -52,11 +52,11 @@ def encode(coded: Coded) -> dict[str, Tensor]:
     return {BLOCKS: codes[..., 0::2] | codes[..., 1::2] << 4, SCALES: exponents.to(torch.uint8)}
 
 
-class ExpertMXFP4Reader:
-    """Reads a checkpoint whose experts are stacked in MXFP4."""
+class ExpertMXFP4Reader(FormatReader):
+    """Reads a checkpoint whose experts are stacked in MXFP4; a stack, no matrix, has no codes."""
 
     def __init__(self, checkpoint: Any) -> None:
-        self.checkpoint = checkpoint
+        super().__init__(checkpoint)
         self.dtype = weight_dtype(checkpoint)
 
     def is_coded(self, name: str) -> bool:
@@ -72,7 +72,7 @@ class ExpertMXFP4Reader:
         if info.name.endswith(SCALES):
             return None
         if not self.is_coded(info.name):
-            return info.name, info.dtype, info.shape
+            return super().header(info)
         blocks, _ = self._pair(info.name)
         count, rows, groups, _ = blocks.shape
         return info.name.removesuffix(BLOCKS), stored_dtype(self.dtype), (count, groups * GROUP, rows)
@@ -83,8 +83,7 @@ class ExpertMXFP4Reader:
         if name.endswith(SCALES):
             return None
         if not self.is_coded(name):
-            tensor: Tensor = self.checkpoint.load(name)
-            return tensor
+            return super().decode(name)
         blocks, _ = self._pair(name)
         count, rows, groups, _ = blocks.shape
         decoded = torch.empty(count, groups * GROUP, rows, dtype=self.dtype)
@@ -99,12 +98,6 @@ class ExpertMXFP4Reader:
         coded, _ = self.expert_codes(name, expert)
         tiles = fp4_levels()[coded.codes.int()].unflatten(1, (-1, GROUP)) * coded.scale[..., None]
         return tiles.flatten(1).T.to(self.dtype)
-
-    def codes(self, name: str) -> None:
-        """None: a stack is no single matrix."""
-
-    def grid(self, name: str) -> None:
-        """None: a stack is no single matrix."""
 
     def expert_codes(self, name: str, expert: int) -> tuple[Coded, WeightRule]:
         """Codes (N, K) and scales (N, K / 32) of one expert, and their rule. Reads its bytes alone.

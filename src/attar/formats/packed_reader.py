@@ -23,13 +23,43 @@ CONSTANT = 0.999  # a layer with a larger share of equal codes is broken
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-class PackedReader(ABC):
-    """Reads a quantized checkpoint tensor by tensor."""
-
-    hint = "the packed checkpoint is incomplete"  # of errors about missing and unfit tensors
+class FormatReader:
+    """Reads a checkpoint tensor by tensor, whatever its layout; itself, one that is not quantized: there
+    every tensor is what is stored."""
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
+
+    def header(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
+        """Name, type and shape of what a stored tensor decodes to; None for scales and the like."""
+        return info.name, info.dtype, info.shape
+
+    def decode(self, name: str) -> Tensor | None:
+        """What a stored tensor decodes to; None for scales and the like."""
+        tensor: Tensor = self.checkpoint.load(name)
+        return tensor
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a stored tensor holds the codes of a weight."""
+        return False
+
+    def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
+        """The unchanged codes of a stored weight, out x in, and their rule; None for any other tensor."""
+        return None
+
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        """The rule of the codes of a stored weight, from headers, and a type that holds their scales; None
+        for any other tensor, and where other layouts cannot hold the codes."""
+        return None
+
+    def check(self, name: str) -> None:
+        """Raise NumericsError where codes or scales cannot be right."""
+
+
+class PackedReader(FormatReader, ABC):
+    """Reads a quantized checkpoint tensor by tensor."""
+
+    hint = "the packed checkpoint is incomplete"  # of errors about missing and unfit tensors
 
     @abstractmethod
     def is_coded(self, name: str) -> bool:
@@ -63,11 +93,6 @@ class PackedReader(ABC):
             CheckpointError: a tensor of the weight is missing or does not fit.
         """
 
-    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
-        """The rule of the codes of a stored weight, from headers, and a type that holds their scales; None
-        for any other tensor, and where other layouts cannot hold the codes."""
-        return None
-
     @abstractmethod
     def check(self, name: str) -> None:
         """Raise where scales cannot be right or all codes are the same.
@@ -85,7 +110,7 @@ class PackedReader(ABC):
         if self.is_auxiliary(info.name):
             return None
         if not self.is_coded(info.name):
-            return info.name, info.dtype, info.shape
+            return super().header(info)
         name, dtype, shape = self.weight_header(info.name)
         return name, dtype, shape[::-1] if self.is_transposed(info.name) else shape
 
@@ -98,8 +123,7 @@ class PackedReader(ABC):
         if self.is_auxiliary(name):
             return None
         if not self.is_coded(name):
-            tensor: Tensor = self.checkpoint.load(name)
-            return tensor
+            return super().decode(name)
         weight = self.weight(name)
         return weight.T.contiguous() if self.is_transposed(name) else weight
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,61 +17,8 @@ from attar.errors import CheckpointError, ModelError
 from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, exl3, fp8, gptq, mlx, modelopt, mxfp4
 from attar.formats.coded import Coded, UniformWeight, uniform_of_codes, uniform_weight
 from attar.formats.gguf import reader as gguf
-from attar.formats.packed_reader import FLOATS
+from attar.formats.packed_reader import FLOATS, FormatReader
 from attar.formats.rules import WeightRule
-
-
-class FormatReader(Protocol):
-    """Reads a checkpoint tensor by tensor, whatever its layout (see PackedReader)."""
-
-    def header(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
-        """Name, type and shape of what a stored tensor decodes to; None for scales and the like."""
-
-    def decode(self, name: str) -> Tensor | None:
-        """What a stored tensor decodes to; None for scales and the like."""
-
-    def is_coded(self, name: str) -> bool:
-        """Whether a stored tensor holds the codes of a weight."""
-
-    def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
-        """The unchanged codes of a stored weight, out x in, and their rule; None for any other tensor."""
-
-    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
-        """The rule of the codes of a stored weight, and a type that holds their scales; None for any other
-        tensor."""
-
-    def check(self, name: str) -> None:
-        """Raise NumericsError where codes or scales cannot be right."""
-
-
-class DenseReader:
-    """The reader of a checkpoint that is not quantized: every tensor is itself."""
-
-    def __init__(self, checkpoint: Any) -> None:
-        self.checkpoint = checkpoint
-
-    def header(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
-        """Its own name, type and shape."""
-        return info.name, info.dtype, info.shape
-
-    def decode(self, name: str) -> Tensor | None:
-        """The tensor itself."""
-        tensor: Tensor = self.checkpoint.load(name)
-        return tensor
-
-    def is_coded(self, name: str) -> bool:
-        """False."""
-        return False
-
-    def codes(self, name: str) -> None:
-        """None."""
-
-    def grid(self, name: str) -> None:
-        """None."""
-
-    def check(self, name: str) -> None:
-        """Nothing to check."""
-
 
 READERS: dict[str, Callable[[Any], FormatReader]] = {
     compressed_tensors.METHOD: compressed_tensors.CompressedTensorsReader,
@@ -120,7 +67,7 @@ def reader(checkpoint: Any) -> FormatReader:
         ModelError: it is quantized in a way that attar cannot read.
     """
     name = quant_method(checkpoint)
-    return READERS[name](checkpoint) if name else DenseReader(checkpoint)
+    return READERS[name](checkpoint) if name else FormatReader(checkpoint)
 
 
 @dataclass(frozen=True)

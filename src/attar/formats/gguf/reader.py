@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from attar.formats.gguf import blocks
 from attar.formats.gguf.codes import from_blocks, rule_of, uniform_of_blocks
 from attar.formats.gguf.config import file_placements
 from attar.formats.gguf.placement import Placement
+from attar.formats.packed_reader import FormatReader
 from attar.formats.rules import WeightRule
 
 METHOD = "gguf"
@@ -34,7 +35,19 @@ inputs, which are not rounded here."""
 _FAULTS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RuntimeError)
 
 
-class GGUFReader:
+T = TypeVar("T", Coded, UniformWeight)
+
+
+def _in_order(weight: T, placement: Placement) -> T:
+    """A stored weight with its rows in transformers' order."""
+    if placement.rows is None:
+        return weight
+    order = torch.argsort(placement.rows)
+    zero = None if weight.zero is None else weight.zero[order]
+    return replace(weight, codes=weight.codes[order], scale=weight.scale[order], zero=zero)
+
+
+class GGUFReader(FormatReader):
     """Reads an opened GGUF file.
 
     Attributes:
@@ -45,7 +58,7 @@ class GGUFReader:
     """
 
     def __init__(self, checkpoint: Any) -> None:
-        self.checkpoint = checkpoint
+        super().__init__(checkpoint)
         scaled = {
             name.partition(".weight")[0] for name, info in checkpoint.tensors.items() if info.block == "NVFP4"
         }
@@ -125,11 +138,7 @@ class GGUFReader:
             return None
         global_scale = self.whole_scale(placement)
         decoded = from_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1], global_scale)
-        if decoded is None or placement.rows is None:
-            return decoded
-        order, (weight, rule) = torch.argsort(placement.rows), decoded
-        zero = None if weight.zero is None else weight.zero[order]
-        return replace(weight, codes=weight.codes[order], scale=weight.scale[order], zero=zero), rule
+        return decoded and (_in_order(decoded[0], placement), decoded[1])
 
     def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
         """The rule of the codes of a stored matrix whose type alone decides it, and the type of its scales;
@@ -173,11 +182,7 @@ class GGUFReader:
             return None
         global_scale = self.whole_scale(placement)
         weight = uniform_of_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1], global_scale)
-        if placement.rows is None:
-            return weight
-        order = torch.argsort(placement.rows)
-        zero = None if weight.zero is None else weight.zero[order]
-        return replace(weight, codes=weight.codes[order], scale=weight.scale[order], zero=zero)
+        return _in_order(weight, placement)
 
     def whole_scale(self, placement: Placement) -> float:
         """What all weights of a stored matrix in NVFP4 are multiplied with; 1 where the file has no such

@@ -213,8 +213,8 @@ class Stacked:
 
 
 class StackedReader:
-    """A reader (:class:`attar.formats.readers.FormatReader`) of a checkpoint that stores single experts of a
-    family whose experts are stacked: a stack is read where the first of its experts is.
+    """A reader (see :class:`~attar.formats.packed_reader.FormatReader`) of a checkpoint that stores single
+    experts of a family whose experts are stacked: a stack is read where the first of its experts is.
 
     Attributes:
         singles: stored names of the experts' tensors, by what they decode to.
