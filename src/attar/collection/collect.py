@@ -35,7 +35,7 @@ from attar.collection.systems import read_mixture, with_system
 from attar.collection.teachers import Teacher
 from attar.collection.teachers.endpoint import EndpointTeacher, is_url
 from attar.data.provenance import card_path, provenance, read_card
-from attar.data.sources import check_messages, parse_row, read_text
+from attar.data.sources import check_messages, json_rows
 from attar.errors import DataError, EndpointError, SettingsError
 from attar.options import flatten
 from attar.progress import SILENT, Progress
@@ -334,11 +334,7 @@ def _lineage_of_data(data: Path) -> tuple[Parent, ...]:
 
 
 def _collected_rows(data: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(read_text(data).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{data}:{number}"
-        row = parse_row(where, line)
+    for where, row in json_rows(data):
         if not isinstance(row, dict) or not {"messages", "completion", "text"} & set(row):
             raise DataError(f"{where}: no answer in it", hint="rows have messages, completion or text")
         messages = row.get("messages")

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.collection.prompts import ChatPrompt
-from attar.data.sources import parse_row, read_text
+from attar.data.sources import json_rows
 from attar.errors import DataError, SettingsError
 
+ROW = 'a row is {"system": "...", "weight": 2}'
 SYSTEMS = {
     "none": "",
     "answer": "Answer fully and precisely. Leave nothing out that the question needs.",
@@ -78,19 +79,13 @@ def _named(text: str) -> tuple[str, float]:
 
 def _of_file(file: Path) -> list[tuple[str, float]]:
     rows = []
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        row = parse_row(f"{file}:{number}", line)
+    for where, row in json_rows(file):
         system, weight = (row.get("system"), row.get("weight", 1)) if isinstance(row, dict) else (None, 0)
         if not isinstance(system, str) or isinstance(weight, bool) or not _is_weight(weight):
-            raise DataError(
-                f"{file}:{number}: not a system prompt with a positive weight",
-                hint='a row is {"system": "...", "weight": 2}',
-            )
+            raise DataError(f"{where}: not a system prompt with a positive weight", hint=ROW)
         rows.append((system, float(weight)))
     if not rows:
-        raise DataError(f"{file}: no system prompt in it", hint='a row is {"system": "...", "weight": 2}')
+        raise DataError(f"{file}: no system prompt in it", hint=ROW)
     return rows
 
 

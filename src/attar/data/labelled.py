@@ -11,7 +11,6 @@ any other file is cut into splits by a hash of each text, as documents are (spli
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import random
 import re
@@ -25,7 +24,7 @@ import torch
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.data.seen import RUN, contained, sketch
-from attar.data.sources import UNSPLIT, sources
+from attar.data.sources import UNSPLIT, parse_rows, read_text, sources
 from attar.data.splits import BY_HASH, SPLITS, split_of
 from attar.data.words import Hashes, run_hashes, words
 from attar.errors import DataError, ModelError
@@ -78,11 +77,7 @@ def read_labelled(data: str) -> list[LabelledText]:
     file = Path(data.removeprefix(UNSPLIT))
     if file.suffix not in (".tsv", ".jsonl"):
         raise DataError(f"{data}: holds no labels, which classification learns from", hint="--data FILE.tsv")
-    try:
-        content = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "not UTF-8 text"
-        raise DataError(f"{file}: cannot be read: {reason}", hint=_FORM) from problem
+    content = read_text(file)
     read = _tsv_rows if file.suffix == ".tsv" else _json_rows
     rows = list(read(file, content))
     if not rows:
@@ -131,14 +126,7 @@ def _tsv_rows(file: Path, content: str) -> Iterator[LabelledText]:
 
 
 def _json_rows(file: Path, content: str) -> Iterator[LabelledText]:
-    for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            raise DataError(f"{where}: not JSON", hint=_FORM) from problem
+    for where, row in parse_rows(file, content):
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             raise DataError(f"{where}: no text in field 'text'", hint=_FORM)
         pair = row.get("text_pair") or ""

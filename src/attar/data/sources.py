@@ -206,9 +206,20 @@ def _read_file(file: Path, field: str | None) -> Iterator[Document]:
         if text.strip():
             yield text
         return
+    for where, row in parse_rows(file, text):
+        yield from _document(where, row, field)
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file of JSON lines, each with its place, ``FILE:NUMBER``. Raises DataError."""
+    return parse_rows(file, read_text(file))
+
+
+def parse_rows(file: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """See :func:`json_rows`."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield from _document(f"{file}:{number}", parse_row(f"{file}:{number}", line), field)
+            yield (where := f"{file}:{number}"), parse_row(where, line)
 
 
 def read_text(file: Path) -> str:

@@ -14,11 +14,11 @@ the root of the number of questions.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.packing import PADDING
+from attar.data.sources import json_rows
 from attar.errors import DataError
 from attar.measure.logits import next_token_logits
 from attar.measure.metrics import hits, token_losses
@@ -101,24 +102,15 @@ def read_questions(file: str | Path, limit: int = 0) -> list[MultipleChoice]:
     Raises:
         DataError: the file cannot be read, or a line is not a question; the message names file and line.
     """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "not UTF-8 text"
-        raise DataError(f"{file}: cannot be read: {reason}", hint="--tasks takes JSON lines") from problem
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines:
+    questions = [_question(where, row) for where, row in islice(json_rows(Path(file)), limit or None)]
+    if not questions:
         raise DataError(
             f"{file}: no questions", hint='write {"q": ..., "choices": [...], "label": 0} in lines'
         )
-    return [_question(f"{file}:{number}", line) for number, line in lines[: limit or None]]
+    return questions
 
 
-def _question(where: str, line: str) -> MultipleChoice:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as problem:
-        raise DataError(f"{where}: not JSON", hint="one object in each line") from problem
+def _question(where: str, row: Any) -> MultipleChoice:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a {type(row).__name__}, not an object with q, choices and label")
     text, choices = row.get("q"), row.get("choices")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.data.python_text import texts
+from attar.data.sources import json_rows
 from attar.errors import DataError, SettingsError
 
 LENGTH = 600  # characters of a prompt, about
@@ -60,11 +61,7 @@ def read_questions(path: str | Path) -> list[SpecBenchQuestion]:
     Raises:
         DataError: the file cannot be read, or a line is not a question; names the line.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    prompts = [_question(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_question(location, fields) for location, fields in json_rows(Path(path))]
     if not prompts:
         raise DataError(
             f"{path} has no questions", hint="one JSON object a line: question_id, category, turns"
@@ -82,11 +79,7 @@ def question_sets(questions: list[SpecBenchQuestion], count: int) -> dict[str, l
     return prompts
 
 
-def _question(location: str, line: str) -> SpecBenchQuestion:
-    try:
-        fields: Any = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{location}: not JSON: {error}") from error
+def _question(location: str, fields: Any) -> SpecBenchQuestion:
     if not isinstance(fields, dict):
         raise DataError(f"{location}: not a JSON object")
     turns, category = fields.get("turns"), fields.get("category")
