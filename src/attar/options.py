@@ -164,13 +164,16 @@ def listed(names: Sequence[str], word: str = "and") -> str:
 def check_at_least(settings: Any, **least: float) -> None:
     """Check fields of a settings dataclass, None aside, against the smallest value that each may have.
 
+    Of a tuple, every value is checked.
+
     Raises:
         SettingsError: names the first field whose value is below.
     """
     for name, bound in least.items():
-        value = getattr(settings, name)
-        if value is not None and not value >= bound:  # NaN too
-            raise SettingsError(name, value, f"at least {bound}")
+        field = getattr(settings, name)
+        for value in field if isinstance(field, tuple) else (field,):
+            if value is not None and not value >= bound:  # NaN too
+                raise SettingsError(name, value, f"at least {bound}")
 
 
 def check_choices(settings: Any) -> None:

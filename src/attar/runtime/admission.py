@@ -12,6 +12,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from attar.errors import AttarError, DataError, SettingsError
+from attar.options import check_at_least
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import FeatureRequests, check_together
 from attar.runtime.sampling.params import SamplingParams
@@ -44,10 +45,7 @@ class Limits:
     patience_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("step_tokens", "sequences", "chunk", "waiting", "waiting_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingsError(name, value, "at least 1")
+        check_at_least(self, step_tokens=1, sequences=1, chunk=1, waiting=1, waiting_tokens=1)
         if self.sequences > self.step_tokens:
             allowed = f"at most step_tokens, {self.step_tokens}: every sequence must get a token in a step"
             raise SettingsError("sequences", self.sequences, allowed)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.errors import DataError, SettingsError, nearest
-from attar.options import setting
+from attar.options import check_at_least, setting
 from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.settings import ALONE, MODES, WITH_DRAFT, SpeculationSettings
@@ -199,11 +199,7 @@ class BenchSettings:
     seed: int = setting(0, "of the random prompts")
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("context", 1), ("tokens", 2), ("rounds", 1)):
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number < least:
-                    raise SettingsError(name, number, f"at least {least}")
+        check_at_least(self, batch=1, context=1, tokens=2, rounds=1)
 
 
 def _parse_eviction(text: str) -> tuple[str, dict[str, int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import SettingsError, nearest
-from attar.options import setting
+from attar.options import check_at_least, setting
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
 ALONE = ("ngram", "suffix", "lookahead", "self", "mtp")  # methods that need no draft model
@@ -47,8 +47,7 @@ class SpeculationSettings:
             raise SettingsError("speculate", self.speculate, allowed)
         if self.draft is None and self.speculate not in (None, *ALONE):
             raise SettingsError("speculate", self.speculate, "given with draft, the model that drafts alone")
-        if self.drafts is not None and self.drafts < 1:
-            raise SettingsError("drafts", self.drafts, "at least 1")
+        check_at_least(self, drafts=1)
         if self.verification not in (None, *MODES):
             raise SettingsError("verification", self.verification, f"{', '.join(MODES)} or None")
 
@@ -108,11 +107,7 @@ class ProfileSettings:
     temperature: float = setting(0.0, "0: always the likeliest token; above: sampled, with one seed a prompt")
 
     def __post_init__(self) -> None:
-        for name in ("prompts", *(("drafts",) if self.drafts else ())):
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number < 1:
-                    raise SettingsError(name, number, "at least 1")
+        check_at_least(self, prompts=1, drafts=1)
         if not 0 <= self.temperature <= 100:
             raise SettingsError("temperature", self.temperature, "between 0 and 100")
         if self.fixed and not self.drafts:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attar.errors import SettingsError
+from attar.options import check_at_least
 
 Scores = NDArray[np.float32]
 EntryIndices = NDArray[np.int64]
@@ -37,9 +37,7 @@ class H2O:
     slack: int = 0
 
     def __post_init__(self) -> None:
-        for field, least in (("heavy", 0), ("recent", 1), ("slack", 0)):
-            if getattr(self, field) < least:
-                raise SettingsError(field, getattr(self, field), f"at least {least}")
+        check_at_least(self, heavy=0, recent=1, slack=0)
 
     @property
     def budget(self) -> int:

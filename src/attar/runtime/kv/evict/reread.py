@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attar.errors import SettingsError
+from attar.options import check_at_least
 from attar.runtime.kv.evict.h2o import Scores
 
 PIECE = 512  # R
@@ -47,9 +48,7 @@ class Reread:
     stride: int = 2
 
     def __post_init__(self) -> None:
-        for field, least in (("recent", 1), ("sinks", 0), ("stride", 1)):
-            if getattr(self, field) < least:
-                raise SettingsError(field, getattr(self, field), f"at least {least}")
+        check_at_least(self, recent=1, sinks=0, stride=1)
         if self.capacity < self.recent + self.sinks:
             least = self.recent + self.sinks
             raise SettingsError("capacity", self.capacity, f"at least {least}, what every head keeps")

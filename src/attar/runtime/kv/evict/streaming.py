@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attar.errors import SettingsError
+from attar.options import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,7 @@ class Streaming:
     window: int = 1020
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise SettingsError("sinks", self.sinks, "0 or more")
-        if self.window < 1:
-            raise SettingsError("window", self.window, "at least 1")
+        check_at_least(self, sinks=0, window=1)
 
     @property
     def budget(self) -> int:
