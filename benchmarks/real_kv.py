@@ -1,9 +1,10 @@
 """The KV cache on a real model and real text: what its formats keep, what eviction leaves of a long prompt.
 
     python benchmarks/real.py --parts kv
-    python benchmarks/real_kv.py --tables formats --lengths 4096 8192 --formats bfloat16 int8 kivi4
+    python benchmarks/real_kv.py --tables formats --lengths 4096 8192 --formats bfloat16 int8 "llama.cpp Q8_0"
     python benchmarks/real_kv.py --tables eviction --texts wikitext python --lengths 4096 --count 2
     python benchmarks/real_kv.py --tables needle --cases 16 --prompt 2048 --methods SnapKV Reread
+    python benchmarks/real_kv.py --tables recall --cases 16 --prompt 2048 --formats int8 kivi2 int4
 
 Everything runs through the runtime's modules, block tables and pool, in float32 arithmetic. A text is a
 prompt of all but ``--tail`` tokens, in chunks of 512, and a tail that is given in one step, whose tokens see
@@ -23,16 +24,21 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from decode_cases import LlamaCpp
 from needle import RIVALS, hidden
 from torch import Tensor
 
+import attar
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.hashing import cache_folder
 from attar.data.python_text import texts as python_files
 from attar.models.loading.load import load_tokenizer
 from attar.progress import SILENT
@@ -50,6 +56,8 @@ from attar.runtime.step import StepInput, TokenSpan
 
 MODEL = "attar:smollm2"
 CALIBRATED = "int4 calibrated"  # as quantize --kv-cache int4 does, on WikiText-2's validation text
+PEER = "llama.cpp"
+PEERS = {f"{PEER} {kind}": bits for kind, bits in (("F16", 16.0), ("Q8_0", 8.5), ("Q4_0", 4.5))}
 CHUNK, BLOCK = 512, 32
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
@@ -139,7 +147,9 @@ def kv(rest: list[str]) -> str:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--count", type=int, default=1, help="texts of each kind and length")
     parser.add_argument("--tail", type=int, default=128)
-    parser.add_argument("--formats", nargs="+", default=list(STORES)[1:], choices=[*STORES, CALIBRATED])
+    parser.add_argument(
+        "--formats", nargs="+", default=list(STORES)[1:], choices=[*STORES, CALIBRATED, *PEERS]
+    )
     parser.add_argument("--cases", type=int, default=16, help="needles")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens in front of a needle's question")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.2, 0.1])
@@ -322,7 +332,11 @@ def _formatted(source: str, length: int, args: argparse.Namespace) -> Iterator[s
     for text in passages(source, length, args.count, args.data):
         prompt, tail = text[: length - args.tail], text[length - args.tail :]
         full = behind(prompt, tail, "float32", args.data).log_softmax(-1)
+        own = peer_logits(text, args.tail, "F32").log_softmax(-1) if PEERS.keys() & results else full
         for name, some in results.items():
+            if name in PEERS:
+                some.append(quality(peer_logits(text, args.tail, name.split()[1]), tail, own))
+                continue
             some.append(
                 quality(full if name == "float32" else behind(prompt, tail, name, args.data), tail, full)
             )
@@ -343,11 +357,32 @@ def behind(prompt: Sequence[int], tail: Sequence[int], kv_dtype: str, data: Path
     return alone.run(0, tail, len(tail))
 
 
+def peer_logits(text: Sequence[int], tail: int, cache: str) -> Tensor:
+    """Logits of a text's tail by llama.cpp, its keys and values kept in one of its types."""
+    with tempfile.TemporaryDirectory() as folder:
+        peer = LlamaCpp(file=str(peer_file()), threads=torch.get_num_threads(), cache=cache)
+        file = Path(folder) / "logits.npy"
+        peer.ask({"score": list(text), "to": str(file), "last": tail})
+        peer.close()
+        return torch.from_numpy(np.load(file))
+
+
+@functools.cache
+def peer_file() -> Path:
+    """The model for llama.cpp, every matrix in float16, which holds what its file has."""
+    file = cache_folder() / "real" / "smollm2-f16.gguf"
+    if not file.exists():
+        attar.export(MODEL, file, format="gguf", type="F16", progress=False)
+    return file
+
+
 def stored(name: str, length: int) -> tuple[float, int]:
     """(bits of a number, bytes of a text) of keys and values in whole blocks."""
     config = open_checkpoint(MODEL).config
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if name in PEERS:
+        return PEERS[name], round(PEERS[name] / 8 * 2 * layers * heads * dim * length)
     block = block_bytes([LayerShape(heads, dim)] * layers, name.split()[0], BLOCK)
     return 8 * block / (2 * layers * heads * dim * BLOCK), block * -(-length // BLOCK)
 
@@ -377,7 +412,25 @@ def needle(args: argparse.Namespace) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-TABLES = {"formats": formats, "eviction": eviction, "needle": needle}
+def recall(args: argparse.Namespace) -> Iterator[str]:
+    """Right answers to needles: a row for each format."""
+    tokenizer = load_tokenizer(MODEL)
+    stream, vocabulary = tokenizer(_python())["input_ids"], tokenizer.get_vocab()
+    names = ["float32", *(name for name in args.formats if name not in PEERS)]
+    right = dict.fromkeys(names, 0)
+    for seed in range(args.cases):
+        case = hidden(lambda text: list(tokenizer(text)["input_ids"]), vocabulary, stream, args.prompt, seed)
+        for name in names:
+            logits = behind(case.prompt, case.given, name, args.data)
+            right[name] += int(logits[-1][list(case.words)].argmax()) == 0
+        print(f"case {seed}: {right}", file=sys.stderr, flush=True)
+    yield f"{args.cases} needles in {args.prompt:,} tokens of code, chance {100 / RIVALS:.0f} %\n"
+    yield "| KV | right |"
+    yield "|---|---:|"
+    yield from (f"| {name} | {count} |" for name, count in right.items())
+
+
+TABLES = {"formats": formats, "eviction": eviction, "needle": needle, "recall": recall}
 
 if __name__ == "__main__":
     print(kv(sys.argv[1:]))

@@ -1,16 +1,17 @@
 """Times llama.cpp's decoding, inside the environment of llama-cpp-python: one process that answers requests.
 
     python llamacpp_decode_run.py '{"shape": {...}, "type": "Q4_0", "threads", "context", "clock"}'
-    python llamacpp_decode_run.py '{"file": "model.gguf", "threads", "clock"}'
+    python llamacpp_decode_run.py '{"file": "model.gguf", "threads", "clock", "cache": "Q4_0"}'
 
 The model is a GGUF file, or a Llama (with experts an OLMoE) of random weights, every matrix of one type but
-the routers, written to a temporary file that is gone once it is loaded. Seconds are those of the wall, or of
+the routers, written to a temporary file that is gone once it is loaded. Keys and values are of type "cache", or
+of llama.cpp's default, F16. Seconds are those of the wall, or of
 this process ("clock": "cpu"). Every line of the standard input is a request, answered by a line {"seconds"}:
 
     {"count", "start", "tokens"}    steps of one token for each of `count` sequences, from position
                                     `start` on, behind a prompt that is not timed
     {"prompt"}                      a prompt of this many tokens
-    {"score", "to"}                 logits float32 of these tokens, to a file of numpy
+    {"score", "to", "last"}         logits float32 of these tokens, or of the last ones, to a file of numpy
     {"greedy", "tokens", "end"}     at most this many greedy tokens after these; answered by {"ids"}
 """
 
@@ -107,11 +108,16 @@ def matrices(kind: str) -> Any:
 class Sequences:
     """A context of `count` sequences, filled up to a position once and cut back to it before every timing."""
 
-    def __init__(self, model: Any, count: int, context: int, threads: int, clock: str) -> None:
+    def __init__(
+        self, model: Any, count: int, context: int, threads: int, clock: str, cache: str = ""
+    ) -> None:
         params = api.llama_context_default_params()
         params.n_ctx, params.n_seq_max = count * context, count
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = threads
+        if cache:
+            params.type_k = params.type_v = gguf.GGMLQuantizationType[cache]
+            params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.count, self.filled, self.clock = count, 0, CLOCKS[clock]
         self.context = api.llama_init_from_model(model, params)
         self.batch = api.llama_batch_init(BATCH, 0, 1)
@@ -134,9 +140,9 @@ class Sequences:
         if wants:
             api.llama_get_logits_ith(self.context, -1)
 
-    def read(self, ids: list[int], start: int) -> Any:
-        """Logits (len(ids), vocabulary) of tokens from a position on."""
-        speeds = []
+    def read(self, ids: list[int], start: int, last: int = 0) -> Any:
+        """Logits (len(ids), vocabulary) of tokens from a position on, or of the last ones."""
+        logits = []
         for first in range(0, len(ids), BATCH):
             some = ids[first : first + BATCH]
             self.batch.n_tokens = len(some)
@@ -147,8 +153,9 @@ class Sequences:
             if api.llama_decode(self.context, self.batch):
                 raise SystemExit("llama_decode failed")
             rows = np.ctypeslib.as_array(api.llama_get_logits(self.context), (len(some), self.vocabulary))
-            speeds.append(rows.copy())
-        return np.concatenate(speeds)
+            kept = max(first + len(some) - len(ids) + last, 0) if last else len(some)
+            logits.append(rows[len(some) - min(kept, len(some)) :].copy())
+        return np.concatenate(logits)
 
     def greedy(self, ids: list[int], tokens: int, end: int) -> list[int]:
         """The likeliest tokens, up to the end token."""
@@ -217,7 +224,7 @@ def main() -> None:
         context = -(-(start + len(given) + request.get("tokens", request.get("prompt", 0)) + 1) // 256) * 256
         if (count, context) not in contexts:
             contexts[count, context] = Sequences(
-                model, count, context, job["threads"], job.get("clock", "wall")
+                model, count, context, job["threads"], job.get("clock", "wall"), job.get("cache", "")
             )
         os.write(answer, (json.dumps(answered(contexts[count, context], request)) + "\n").encode())
 
@@ -226,7 +233,7 @@ def answered(sequences: Sequences, request: dict[str, Any]) -> dict[str, Any]:
     """To one request."""
     if "score" in request:
         sequences.cut(0)
-        np.save(request["to"], sequences.read(request["score"], 0))
+        np.save(request["to"], sequences.read(request["score"], 0, request.get("last", 0)))
         return {}
     if "greedy" in request:
         return {"ids": sequences.greedy(request["greedy"], request["tokens"], request["end"])}
