@@ -4,9 +4,9 @@
     python llamacpp_decode_run.py '{"file": "model.gguf", "threads", "clock", "cache": "Q4_0"}'
 
 The model is a GGUF file, or a Llama (with experts an OLMoE) of random weights, every matrix of one type but
-the routers, written to a temporary file that is gone once it is loaded. Keys and values are of type "cache", or
-of llama.cpp's default, F16. Seconds are those of the wall, or of
-this process ("clock": "cpu"). Every line of the standard input is a request, answered by a line {"seconds"}:
+the routers, written to a temporary file that is gone once it is loaded. Keys and values are of type "cache",
+F16 where it is not given. Seconds are those of the wall, or of this process ("clock": "cpu"). Every line of
+the standard input is a request, answered by a line {"seconds"}:
 
     {"count", "start", "tokens"}    steps of one token for each of `count` sequences, from position
                                     `start` on, behind a prompt that is not timed
