@@ -4,8 +4,9 @@
                                    KL in nats per token where one kind of tensor is rounded to 4 and 8 bits
     python benchmarks/states.py states [--tokens 2048]
                                    KL where states are rounded after every token of a text that is decoded
-    python benchmarks/states.py speed [--shapes qwen3_5 granite mamba2] [--weights bf16] [--rounds 3]
-                                   the compiled step and transformers' modules, in seconds of the processor
+    python benchmarks/states.py speed [--shapes qwen3_5 granite mamba2] [--weights bf16] [--rounds 3] [--peer]
+                                   the compiled step, transformers' modules, and llama.cpp in a type of as
+                                   many bits, in seconds of the processor
 
 ``scripts/train_tiny.py --family qwen3_5`` and ``--family granitemoehybrid`` train the models; text is
 python-stdlib's held-out split. Matrices are rounded to nearest with a scale for 32 inputs (``--group``),
@@ -19,16 +20,20 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import process_time as clock  # of all threads: other work on the machine counts less
 from typing import Any
 
 import torch
 import transformers
+from decode_cases import LlamaCpp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import attar
 from attar.checkpoint.paths import resolve
 from attar.data.packing import pack
 from attar.kernels.product import default_activation_bits
@@ -41,6 +46,9 @@ from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 
 MODELS = ("attar:tiny-hybrid", "attar:tiny-mamba")
+VOCABULARY = 2048  # of attar:tiny, whose tokenizer llama.cpp's files have
+PEER = "llama.cpp"
+TYPES = {"bf16": "F16", "int8": "Q8_0", "int4": "Q4_0"}  # of llama.cpp, of as many bits
 KINDS = {
     "delta rule: in_proj_qkv": r"linear_attn\.in_proj_qkv\.weight",
     "delta rule: in_proj_z": r"linear_attn\.in_proj_z\.weight",
@@ -75,6 +83,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "intermediate_size": 8192,
             "shared_intermediate_size": 8192,
             "num_local_experts": 0,
+            "num_experts_per_tok": 0,
         }
         | {"num_attention_heads": 32, "num_key_value_heads": 8}
         | {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128},
@@ -100,6 +109,7 @@ def main() -> None:
     parser.add_argument("--weights", default="bf16", choices=("bf16", "int8", "int4"))
     for name, value in (("layers", 4), ("rounds", 3), ("prompt", 256), ("steps", 8), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--peer", action="store_true", help="llama.cpp as well")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     {"tensors": tensors, "states": states, "speed": speed}[options.part](options)
@@ -228,7 +238,7 @@ def speed(options: argparse.Namespace) -> None:
         count = options.layers
         kinds = {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (count // 4)}
         made = getattr(transformers, config)(
-            **sizes, num_hidden_layers=count, vocab_size=1024, **({} if shape == "mamba2" else kinds)
+            **sizes, num_hidden_layers=count, vocab_size=VOCABULARY, **({} if shape == "mamba2" else kinds)
         )
         model = getattr(transformers, model_class)(made).eval()
         blocks = -(-(options.prompt + options.steps) // 16)
@@ -241,27 +251,53 @@ def speed(options: argparse.Namespace) -> None:
             bits=default_activation_bits(),
         )
         runners = {"modules": Modules(model, blocks=blocks, block_size=16), "compiled": ours}
+        peer = llama_cpp(model, options) if options.peer else None
         tasks = {
             f"prompt of {options.prompt}": [(0, options.prompt)],
             "decode": [(options.prompt + at, 1) for at in range(options.steps)],
         }
-        seconds: dict[str, dict[str, list[float]]] = {task: {name: [] for name in runners} for task in tasks}
+        names = [*runners, *([PEER] if peer else [])]
+        seconds: dict[str, dict[str, list[float]]] = {task: {name: [] for name in names} for task in tasks}
         for number in range(options.rounds + 1):
-            for name in list(runners)[:: 1 if number % 2 else -1]:
-                runners[name].forget(0)
-                for task, spans in tasks.items():
-                    began = clock()
-                    for start, tokens in spans:
-                        span = TokenSpan(0, start, start + tokens, tuple(range(blocks)), 1)
-                        runners[name].run(StepInput([at % 1000 for at in range(tokens)], (span,)))
+            for name in names[:: 1 if number % 2 else -1]:
+                if peer and name == PEER:
+                    times = [peer.prompt(options.prompt), peer.steps(1, options.prompt, options.steps)]
+                else:
+                    runners[name].forget(0)
+                    times = [ran(runners[name], spans, blocks) for spans in tasks.values()]
+                for (task, spans), taken in zip(tasks.items(), times, strict=True):
                     if number:
-                        seconds[task][name].append((clock() - began) / len(spans))
+                        seconds[task][name].append(taken / len(spans))
+        if peer:
+            peer.close()
         for task, times in seconds.items():
-            ratios = [a / b for a, b in zip(times["modules"], times["compiled"], strict=True)]
-            each = (f"{name} {1000 * statistics.median(rounds):.1f} ms" for name, rounds in times.items())
-            medians = ", ".join(each)
-            spread = f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
-            print(f"{shape}, {task}: {medians}, {spread}", flush=True)
+            ours_s = times.pop("compiled")
+            cells = [f"compiled {1000 * statistics.median(ours_s):.1f} ms"]
+            for name, rounds in times.items():
+                ratios = [a / b for a, b in zip(rounds, ours_s, strict=True)]
+                spread = f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+                cells.append(f"{name} {1000 * statistics.median(rounds):.1f} ms, {spread}")
+            print(f"{shape}, {task}: {'; '.join(cells)}", flush=True)
+
+
+def ran(runner: Modules | Compiled, spans: list[tuple[int, int]], blocks: int) -> float:
+    """Seconds of the processor for spans of (start, tokens), a step each."""
+    began = clock()
+    for start, tokens in spans:
+        span = TokenSpan(0, start, start + tokens, tuple(range(blocks)), 1)
+        runner.run(StepInput([at % 1000 for at in range(tokens)], (span,)))
+    return clock() - began
+
+
+def llama_cpp(model: Any, options: argparse.Namespace) -> LlamaCpp:
+    """The same model in llama.cpp, its file gone once it is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        dense, file = Path(folder) / "dense", Path(folder) / "model.gguf"
+        model.to(torch.bfloat16).save_pretrained(dense)
+        AutoTokenizer.from_pretrained(resolve("attar:tiny")).save_pretrained(dense)
+        attar.export(dense, file, format="gguf", type=TYPES[options.weights], imatrix="none", progress=False)
+        model.float()
+        return LlamaCpp(file=str(file), threads=options.threads, clock="cpu")
 
 
 if __name__ == "__main__":

@@ -170,8 +170,11 @@ class Sequences:
         """Forgets what is behind, or fills what is missing."""
         memory = api.llama_get_memory(self.context)
         for sequence in range(self.count):
-            api.llama_memory_seq_rm(memory, sequence, length, -1)
-            for start in range(self.filled, length, BATCH):
+            filled = self.filled
+            if not api.llama_memory_seq_rm(memory, sequence, length, -1):  # states cannot go back
+                api.llama_memory_seq_rm(memory, sequence, 0, -1)
+                filled = 0
+            for start in range(filled, length, BATCH):
                 self.decode([(sequence, at) for at in range(start, min(start + BATCH, length))], wants=False)
         self.filled = length
 
@@ -189,6 +192,7 @@ class Sequences:
         began = self.clock()
         for start in range(0, tokens, BATCH):
             self.decode([(0, at) for at in range(start, min(start + BATCH, tokens))])
+        self.filled = tokens if self.count == 1 else 0
         return self.clock() - began
 
 
