@@ -10,18 +10,9 @@ from attar.checkpoint.card import Parent
 from attar.checkpoint.licence_gate import STALE_DAYS, LicenceSettings, check_licences
 from attar.checkpoint.licences import data, duties, entries, identify_service
 from attar.errors import LicenceError, SettingsError
+from tests.log_lines import LogLines
 
 TODAY = date.fromisoformat(data()["checked_on"])
-
-
-class Lines:
-    """A progress that keeps its lines."""
-
-    def __init__(self):
-        self.lines = []
-
-    def log(self, line):
-        self.lines.append(line)
 
 
 def root(*licences: str, role: str = "weights", name: str = "org/model") -> Parent:
@@ -29,7 +20,7 @@ def root(*licences: str, role: str = "weights", name: str = "org/model") -> Pare
 
 
 def lines_of(*lineage: Parent, settings=None, today=TODAY, student=True) -> list[str]:
-    progress = Lines()
+    progress = LogLines()
     check_licences(lineage, settings or LicenceSettings(), progress, student=student, today=today)
     return progress.lines
 

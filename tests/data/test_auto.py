@@ -11,14 +11,7 @@ from attar.pruning.settings import prune_settings
 from attar.recipe.plan import fitted
 from attar.recipe.schema import parse_recipe
 from tests import tiny_models
-
-
-class LogLines:
-    def __init__(self):
-        self.lines = []
-
-    def log(self, line):
-        self.lines.append(line)
+from tests.log_lines import LogLines
 
 
 def model(tmp_path, name="model", **more):

@@ -18,18 +18,9 @@ from attar.recipe.run import run_recipe
 from attar.recipe.schema import parse_recipe
 from tests import tiny_models
 from tests.data.test_splits import prose
+from tests.log_lines import LogLines
 
 EVALUATION = {"tokens": 32_768, "sequence_length": 64, "speed": False, "sample": ""}
-
-
-class LogLines:
-    """A progress that keeps its lines."""
-
-    def __init__(self):
-        self.lines = []
-
-    def log(self, line):
-        self.lines.append(line)
 
 
 def hashes(*words):

@@ -13,8 +13,8 @@ from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.stage import distill, recover
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy.discover import discover
-from attar.progress import Silent
 from tests import tiny_models
+from tests.log_lines import LogLines
 
 SMALL = {
     "steps": 12,
@@ -24,16 +24,6 @@ SMALL = {
     "precision": "fp32",
     "data": str(Path(json.__file__).parent),  # a few files: the whole library takes seconds to read
 }
-
-
-class Lines(Silent):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        self.lines = []
-
-    def log(self, line):
-        self.lines.append(line)
 
 
 def save(family, tmp_path, name=None, **changes):
@@ -112,7 +102,7 @@ def test_a_student_by_importance_is_the_same_again_and_says_how(tmp_path):
 def test_a_size_is_printed_and_recorded(tmp_path):
     folder = save("llama3", tmp_path, num_hidden_layers=6)
     count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
-    log = Lines()
+    log = LogLines()
     settings = distill_settings(size=f"{0.8 * count / 1000:.0f}K", **{**SMALL, "steps": 2})
     student = distill(folder, tmp_path / "out", settings, progress=log)
     details = student.card.details["student"]

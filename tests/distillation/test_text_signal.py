@@ -12,6 +12,7 @@ from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.stage import distill, recover
 from attar.errors import LicenceError
 from tests import tiny_models
+from tests.log_lines import LogLines
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -129,16 +130,11 @@ def test_a_teacher_of_another_family_stops_recovery(model, data, tmp_path, capsy
 
 
 def test_unknown_authors_are_a_warning_and_stay_unknown(model, data, tmp_path):
-    lines = []
-
-    class Lines(attar.progress.Silent):
-        def log(self, line):
-            lines.append(line)
-
+    progress = LogLines()
     settings = distill_settings(**{**SMALL, "steps": 1}, objective="sft", data=str(data))
-    card = distill(model, tmp_path / "out", settings, progress=Lines()).card
+    card = distill(model, tmp_path / "out", settings, progress=progress).card
     assert card.licence["status"] == "unknown"
-    assert any(line.startswith(f"warning: {data}: licence unknown") for line in lines)
+    assert any(line.startswith(f"warning: {data}: licence unknown") for line in progress.lines)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from attar.walks import train as module
 from attar.walks.masks import Masks
 from tests import tiny_models
 from tests.cases import mostly_slow
+from tests.log_lines import LogLines
 
 DATA = str(Path(json.__file__).parent)
 SETTINGS = {
@@ -30,21 +31,6 @@ SETTINGS = {
     "precision": "fp32",
     "data": DATA,
 }
-
-
-class Lines:
-    """A progress that keeps the lines."""
-
-    def __init__(self):
-        self.lines = []
-
-    def log(self, text):
-        self.lines.append(text)
-
-    def task(self, *args, **kwargs):
-        from attar.progress import SILENT
-
-        return SILENT.task(*args, **kwargs)
 
 
 def build(family):
@@ -132,12 +118,12 @@ def test_zeros_can_be_given_up(models, tmp_path):
 @pytest.mark.slow
 def test_lines_say_what_is_kept(models, tmp_path):
     teacher, pruned = models
-    progress = Lines()
+    progress = LogLines()
     settings = recover_settings(**SETTINGS, adapter_rank=2)
     recover(pruned, tmp_path / "out", settings, teacher=teacher, progress=progress)
     assert any("zeros of all 7 Linears stay, 50.0% of their weights" in line for line in progress.lines)
     assert any("no adapter folder" in line for line in progress.lines)
-    progress = Lines()
+    progress = LogLines()
     recover(teacher, tmp_path / "dense", recover_settings(**SETTINGS), teacher=teacher, progress=progress)
     assert not any("zeros" in line for line in progress.lines)
 

@@ -13,7 +13,6 @@ from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
 from attar.models.loading import device
 from attar.models.loading.load import load_model
-from attar.progress import Silent
 from attar.pruning import units
 from attar.pruning.selection import keep_most_important
 from attar.pruning.settings import METHOD_SETTINGS, prune_settings
@@ -22,6 +21,7 @@ from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import nothing_removed
 from tests import tiny_models
 from tests.cuts import keep_neurons
+from tests.log_lines import LogLines
 from tests.pruning.scored import scored
 
 SMALL = {
@@ -140,7 +140,7 @@ def test_a_prune_that_removes_nothing_is_refused(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_requested_and_the_removed_ratio_are_reported(tmp_path, capsys):
     folder = save("llama3", tmp_path)
-    lines = Lines()
+    lines = LogLines()
     settings = prune_settings(method="heads", ratio=0.3, **SMALL)
     pruned = prune(folder, tmp_path / "out", settings, progress=lines)
     assert lines.lines == ["prune heads: asked for 30.0%, removes 25.0%: 1 of 4 head groups of each layer"]
@@ -162,23 +162,13 @@ def test_gradients_follow_the_processor_and_the_card_says_which(tmp_path, monkey
     assert set(seen) == {torch.bfloat16 if fast else torch.float32}
 
 
-class Lines(Silent):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        self.lines = []
-
-    def log(self, line):
-        self.lines.append(line)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
 def test_a_gguf_file_does_not_become_float32(tmp_path, kind):
     folder = save("llama3", tmp_path)
     file = tmp_path / "m.gguf"
     export(folder, file, ExportSettings(format="gguf", type=kind))
-    lines = Lines()
+    lines = LogLines()
     settings = prune_settings(ratio=0.5, **SMALL)
     pruned = prune(file, tmp_path / "out", settings, progress=lines)
     stored = {info.dtype for info in pruned.tensors.values()}

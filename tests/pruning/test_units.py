@@ -22,8 +22,9 @@ from attar.pruning.stage import prune
 from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import choose_units, informed_scores
 from tests import tiny_models
+from tests.log_lines import LogLines
 from tests.pruning.scored import scoring
-from tests.pruning.test_stage import SMALL, Lines, save
+from tests.pruning.test_stage import SMALL, save
 
 
 def test_the_criteria_of_the_settings_are_those_of_the_structures():
@@ -195,7 +196,7 @@ def test_criteria_without_a_loss_need_no_head_and_the_others_say_so(tmp_path):
 @pytest.mark.slow
 def test_a_width_that_no_longer_suits_a_format_is_said(tmp_path):
     folder = tiny_models.save(tiny_models.build("llama3", intermediate_size=256), tmp_path / "model")
-    lines = Lines()
+    lines = LogLines()
     prune(folder, tmp_path / "out", prune_settings(ratio=0.25, **SMALL), progress=lines)
     assert "192 neurons are no multiple of 256" in lines.lines[1] and "k-quants" in lines.lines[1]
 

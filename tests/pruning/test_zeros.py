@@ -14,7 +14,6 @@ from attar.errors import CheckpointError, ModelError, NumericsError, SettingsErr
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import weight_of
 from attar.models.loading.load import load_model
-from attar.progress import Silent
 from attar.pruning import layerwise
 from attar.pruning.linears import pruned_linears
 from attar.pruning.settings import prune_settings
@@ -22,6 +21,7 @@ from attar.pruning.stage import prune
 from attar.sparsity import NOTHING_PAYS, PATTERN_PAYS, parse_sparsity
 from tests import tiny_models
 from tests.cases import mostly_slow
+from tests.log_lines import LogLines
 
 SMALL = {
     "samples": 4,
@@ -175,18 +175,10 @@ def test_a_measured_allocation_is_better_than_equal_fractions(tmp_path, monkeypa
     assert (again.path / "model.safetensors").read_bytes() == (after.path / "model.safetensors").read_bytes()
 
 
-class Lines(Silent):
-    def __init__(self):
-        self.lines = []
-
-    def log(self, text):
-        self.lines.append(text)
-
-
 def test_who_gains_is_said_in_the_terminal_the_card_and_by_inspect(tmp_path):
     model = save("llama3", tmp_path)
     for amount, pays in (("2:4", True), ("1:4", True), ("4:8", False), (0.5, False)):
-        seen = Lines()
+        seen = LogLines()
         out = prune(
             model,
             tmp_path / "out",

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from attar.errors import SettingsError
 from attar.models.loading.load import load_model
-from attar.progress import Silent
 from attar.quantization.plan import READS_WEIGHTS
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 from attar.quantization.write import CONV1D, ORDERED, READS, YES
 from tests import tiny_models
+from tests.log_lines import LogLines
 from tests.marks import slow_but
 
 TEXT = str(Path(json.__file__).parent)
@@ -33,16 +33,14 @@ MORE = {  # families beyond tests/tiny_models.py that transformers runs in a way
 FAMILIES = [*(family for family in tiny_models.DECODERS if family != "llama2"), *MORE]
 
 
-class Heard(Silent):
+class Heard(LogLines):
     def __init__(self):
-        self.lines, self.tasks = [], []
+        super().__init__()
+        self.tasks = []
 
     def task(self, what, total, done=0):
         self.tasks.append((what, total))
         return super().task(what, total, done)
-
-    def log(self, line):
-        self.lines.append(line)
 
 
 def dense(family, folder, **changes):

@@ -22,13 +22,13 @@ from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
 from attar.models.loading import device
 from attar.models.loading.load import load_model
-from attar.progress import Silent
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import GROUP_ORDERED, METHOD_SETTINGS, quantize_settings
 from attar.quantization.stage import quantize
 from attar.sparsity import parse_sparsity
 from tests import tiny_models
 from tests.cases import mostly_slow
+from tests.log_lines import LogLines
 from tests.quantization.packing import settings_for
 
 SMALL = {
@@ -327,20 +327,16 @@ def test_a_pattern_that_does_not_divide_some_inputs_is_refused_before_any_work(f
 
 
 def test_a_rotation_says_that_it_loses_zeros(tmp_path):
-    class Lines(Silent):
-        def log(self, text):
-            lines.append(text)
-
-    lines = []
+    progress = LogLines()
     model = tiny_models.build("llama3", tie_word_embeddings=False, **WIDE)
     source = tiny_models.save(model, tmp_path / "untied", dtype=torch.bfloat16)
     pruned = sparse(source, tmp_path / "pruned")
     Card(name="pruned", stage="prune", settings={"sparsity": "0.5"}).write(pruned)
-    quantize(pruned, tmp_path / "kept", settings_for(method="rtn", **SMALL), progress=Lines())
-    assert any("pruned weights stay zero" in line for line in lines)
+    quantize(pruned, tmp_path / "kept", settings_for(method="rtn", **SMALL), progress=progress)
+    assert any("pruned weights stay zero" in line for line in progress.lines)
     settings = settings_for(method="rtn", rotate=True, **SMALL)
-    quantize(pruned, tmp_path / "rotated", settings, progress=Lines())
-    assert sum("zeros of this pruned model are lost" in line for line in lines) == 1
+    quantize(pruned, tmp_path / "rotated", settings, progress=progress)
+    assert sum("zeros of this pruned model are lost" in line for line in progress.lines) == 1
 
 
 @pytest.mark.slow

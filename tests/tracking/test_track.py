@@ -11,20 +11,17 @@ from torch import nn
 
 import attar
 from attar.errors import DataError, MissingExtraError, UsageError
-from attar.progress import SILENT
 from attar.tracking import background
 from attar.tracking.events import numbers_of
 from attar.tracking.track import stage_run, track
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
+from tests.killed import Killed
+from tests.log_lines import LogLines
 from tests.tracking.tracker_fakes import FAKES, install
 
 SETTINGS = TrainSettings(steps=8, batch_size=2, sequence_length=8, checkpoint_every=3, precision="fp32")
 ROWS = torch.randint(0, 16, (8, 8), generator=torch.Generator().manual_seed(0))
-
-
-class Killed(BaseException):
-    """Stands for a process that dies between two steps."""
 
 
 def toy():
@@ -125,25 +122,12 @@ def test_a_record_is_not_written_through_a_link(tmp_path):
     assert target.read_text() == "mine"
 
 
-class Log:
-    """A progress that keeps its lines."""
-
-    def __init__(self):
-        self.lines = []
-
-    def task(self, what, total, done=0):
-        return SILENT.task(what, total, done)
-
-    def log(self, line):
-        self.lines.append(line)
-
-
 def failing(event):
     raise SystemExit("no server\nat all")
 
 
 def test_a_tracker_that_fails_is_a_line(tmp_path):
-    log, calls = Log(), []
+    log, calls = LogLines(), []
 
     def broken(event):
         calls.append(event)
@@ -162,7 +146,7 @@ def test_a_tracker_that_fails_is_a_line(tmp_path):
 
 def test_a_tracker_that_hangs_ends_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "PATIENCE_S", 0.05)
-    free, log = threading.Event(), Log()
+    free, log = threading.Event(), LogLines()
     progress = track(progress=log)
     progress._trackers.append(background.BackgroundTracker("slow", lambda: lambda _: free.wait(9), log.log))
     start = time.monotonic()

@@ -10,7 +10,8 @@ from attar.errors import NumericsError
 from attar.walks import train as train_walk
 from attar.walks.masks import Masks
 from attar.walks.train import train
-from tests.walks.test_train import ROWS, SETTINGS, Killed, Toy, dying, loss, state
+from tests.killed import Killed
+from tests.walks.test_train import ROWS, SETTINGS, Toy, dying, loss, state
 
 
 def sparse():

@@ -18,6 +18,7 @@ from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
 from tests import tiny_models
+from tests.killed import Killed
 
 SETTINGS = TrainSettings(
     steps=12,
@@ -56,10 +57,6 @@ def loss(model, tokens):
 
 def state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-class Killed(BaseException):
-    """Stands for a process that dies between two steps."""
 
 
 def dying(step):

@@ -13,10 +13,10 @@ from attar.distillation.feature_settings import FEATURE_NAMES
 from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.stage import distill, recover
 from attar.errors import SettingsError, UsageError
-from attar.progress import SILENT
 from attar.walks import train as module
 from tests import tiny_models
 from tests.cases import mostly_slow
+from tests.log_lines import LogLines
 
 SETTINGS = {
     "steps": 8,
@@ -35,19 +35,6 @@ def save(family, folder, **changes):
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     return save("smollm", tmp_path_factory.mktemp("models") / "teacher")
-
-
-class Lines:
-    """A progress that keeps the lines."""
-
-    def __init__(self):
-        self.lines = []
-
-    def log(self, text):
-        self.lines.append(text)
-
-    def task(self, *args, **kwargs):
-        return SILENT.task(*args, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +83,7 @@ def test_hard_labels_with_features_run_the_teacher_for_its_insides_alone(teacher
 
 def test_a_learned_map_is_in_the_card_and_can_be_given_by_hand(teacher, tmp_path):
     options = {**SETTINGS, "layers": 2, "features": ("hidden", "qkv")}
-    lines = Lines()
+    lines = LogLines()
     student = distill(
         teacher, tmp_path / "out", distill_settings(**options, feature_map="learned"), progress=lines
     )

@@ -26,6 +26,7 @@ from attar.walks.optimizers import build
 from attar.walks.settings import TrainSettings
 from tests import tiny_models
 from tests.cases import mostly_slow
+from tests.killed import Killed
 
 SMALL = {
     "head": "medusa",
@@ -137,10 +138,6 @@ def test_the_model_learns_at_its_own_rate(optimizer):
 def target(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
     return tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
-
-
-class Killed(BaseException):
-    """Stands for a process that dies between two steps."""
 
 
 def files(folder):

@@ -20,6 +20,7 @@ from attar.errors import DataError, ModelError, SettingsError, UsageError
 from attar.models.draft_heads.folder import load_draft_head
 from tests import tiny_models
 from tests.cases import mostly_slow
+from tests.killed import Killed
 
 SMALL = {
     "head": "medusa",
@@ -51,10 +52,6 @@ def target(tmp_path, monkeypatch):
 
 def hashes(folder):
     return {name: sha256_file(folder / name) for name in FILES}
-
-
-class Killed(BaseException):
-    """Stands for a process that dies between two steps."""
 
 
 def die_after(monkeypatch, calls):

@@ -26,6 +26,7 @@ from attar.distillation.stage import recover
 from attar.errors import SettingsError
 from attar.walks import train as walk
 from tests import tiny_models
+from tests.killed import Killed
 
 SMALL = {
     "steps": 8,
@@ -210,10 +211,6 @@ def test_a_damaged_file_is_written_again(tmp_path):
     assert row_digest(rows[0]) not in PredictionStore(tmp_path)
     assert same(keeping(teacher, tmp_path).predictions(rows), wanted)
     assert same(keeping(None, tmp_path).predictions(rows), wanted)
-
-
-class Killed(BaseException):
-    """Stands for a process that dies between two steps, or between two files."""
 
 
 def dying(function, after):

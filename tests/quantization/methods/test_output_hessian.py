@@ -8,26 +8,18 @@ import torch
 from safetensors.torch import load_file
 
 from attar.checkpoint import open_checkpoint
-from attar.progress import Silent
 from attar.quantization.calibration import batches_of
 from attar.quantization.methods import output_hessian as curvature
 from attar.quantization.plan import plan
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 from tests import tiny_models
+from tests.log_lines import LogLines
 
 TEXT = str(Path(json.__file__).parent)
 SETTINGS = quantize_settings(
     method="yaqa", group_size=32, samples=4, sequence_length=32, batch_size=2, check_tokens=0, data=TEXT
 )
-
-
-class Heard(Silent):
-    def __init__(self):
-        self.lines = []
-
-    def log(self, line):
-        self.lines.append(line)
 
 
 @pytest.fixture
@@ -62,7 +54,7 @@ def test_portions_follow_the_memory_and_change_no_code(
 ):
     monkeypatch.setattr(curvature, "LEAST", 0)
     monkeypatch.setattr(curvature, "free_memory", lambda device: free)
-    progress = Heard()
+    progress = LogLines()
     quantized = quantize(folder, tmp_path / "parts", SETTINGS, progress=progress)
     wanted = load_file(whole)
     assert all(torch.equal(quantized.load(name), wanted[name]) for name in wanted)
@@ -79,7 +71,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch
 
     def saved_model():
         options = {"rounds": SETTINGS.rounding.rounds, "seed": SETTINGS.seed, "device": torch.device("cpu")}
-        return curvature.OutputHessian(checkpoint, chosen, batches, tmp_path / "work", Heard(), **options)
+        return curvature.OutputHessian(checkpoint, chosen, batches, tmp_path / "work", LogLines(), **options)
 
     saved_model().collect()
     name = "model.layers.1.mlp.down_proj"

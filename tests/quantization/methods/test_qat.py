@@ -20,6 +20,7 @@ from attar.quantization.methods.rtn import rtn
 from attar.walks.objectives import distillation_loss, divergence, next_token, soft_loss
 from attar.walks.settings import TrainSettings
 from tests import tiny_models
+from tests.killed import Killed
 
 SETTINGS = TrainSettings(
     steps=12,
@@ -127,10 +128,6 @@ def test_training_starts_at_given_codes():
         )
     trained = learn(model, grids, None, ROWS, replace(SETTINGS, steps=1, learning_rate=1e-9), start=start)
     assert all(torch.equal(trained.weights[name].codes, start[name].codes) for name in grids)
-
-
-class Killed(BaseException):
-    """Stands for a process that dies between two steps."""
 
 
 STATIC = ActivationRule("int", 8, "tensor", dynamic=False)

@@ -7,26 +7,13 @@ from attar.errors import NumericsError
 from attar.quantization.grids import IntGrid
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.qronos import least_squares_weight, qronos
+from tests.quantization.methods.test_gptaq import layer, missed
 
 DAMP = 0.01
 
 
-def layer(rows=12, columns=32, tokens=400, noise=0.2, seed=0):
-    """A weight, correlated inputs of the quantized prefix, and the original model's inputs."""
-    g = torch.Generator().manual_seed(seed)
-    mix = torch.eye(columns) + 0.7 * torch.randn(columns, columns, generator=g) / columns**0.5
-    original = (torch.randn(tokens, columns, generator=g) * torch.linspace(0.5, 2.0, columns)) @ mix
-    X = original + noise * torch.randn(tokens, columns, generator=g) @ mix
-    return torch.randn(rows, columns, generator=g) * 0.1, X, original
-
-
 def statistics(X, original):
     return 2 / len(X) * X.T @ X, 2 / len(X) * original.T @ X
-
-
-def missed(W, rounded, X, original):
-    """|| W X~ - W' X ||^2."""
-    return float((original.double() @ W.double().T - X.double() @ rounded.double().T).square().sum())
 
 
 def by_the_paper(W, X, original, grid, parameters, order, damp):

@@ -7,8 +7,6 @@ import torch
 
 from attar.models.draft_heads.block_module import BlockDrafter, DSparkConfig
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
-from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.speculate import draft_model
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft
@@ -18,19 +16,10 @@ from attar.runtime.speculate.heads.own_tensors import OwnTensors
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest
 from attar.runtime.speculate.tree import walk
+from tests.runtime.speculate.heads.test_law import PlainRules
 from tests.runtime.speculate.laws import outcomes, plain_law, random_model, rows, total_variation
 
 V, H, TOKENS = 4, 8, [1, 3, 0]
-
-
-class PlainRules:
-    """Temperature 1, and nothing else."""
-
-    def row(self, drafted=()):
-        return SamplingRow(SamplingParams(temperature=1.0))
-
-    def key(self, ahead=0):
-        raise AssertionError("drafts have noise of their own")
 
 
 class States:
