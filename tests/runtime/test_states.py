@@ -69,6 +69,8 @@ def prompts(model):
         pytest.param("qwen3_5 compiled", "suffix", marks=COMPILER),
         pytest.param("granitemoehybrid compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
         pytest.param("mamba2 compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("falcon_h1 compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("nemotron_h compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
         pytest.param("lfm2_moe compiled", None, marks=(COMPILER, pytest.mark.slow)),
         pytest.param("lfm2 compiled", "self", marks=(COMPILER, pytest.mark.slow)),
         pytest.param("qwen3_5", "suffix", marks=pytest.mark.slow),
@@ -121,6 +123,7 @@ def test_a_cancelled_request_leaves_no_state(family):
         pytest.param("lfm2 compiled", 16, marks=(COMPILER, pytest.mark.slow)),
         pytest.param("qwen3_5 compiled", 16, marks=COMPILER),
         pytest.param("mamba2 compiled", 16, marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("falcon_h1 compiled", 16, marks=(COMPILER, pytest.mark.slow)),
         pytest.param("qwen3_5", 28, marks=pytest.mark.slow),
     ],
 )

@@ -3,15 +3,16 @@
 A layer is  x += post(out(attention(norm(x)))),  x += post(down(act(gate(norm(x))) up(norm(x))))  with
 RMS norms, grouped-query attention and rotary positions; the norms `post` are Gemma's, absent elsewhere. In
 place of the MLP a layer may have a mixture of experts (experts.py), all layers latents (latents.py), and some
-a recurrence in the place of attention (recurrences.py).
+a recurrence in the place of attention or beside it (recurrences.py). A layer may be one of these alone.
 csrc/decode/step.h computes it. Configs and tensor names belong to runner/compiled.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ from attar.kernels.recurrences import RecurrenceWeights, check_recurrence, recur
 from attar.kernels.structures import StepTokens, batch_struct
 
 TILE = 16  # keys of a block in one vector
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu": 3}
+UNGATED = ("relu",)  # of up times up itself: the squared relu
 KV_BITS = {"int4": 4, "int8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
 KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4, "int4": 5}  # of KV cache and embedding
 
@@ -52,29 +54,30 @@ class ConvolutionWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """A layer. Norms are float32 (hidden,) or, of queries and keys, (head_dim,), over all heads together with
+    """A layer: attention or what is in its place, and an MLP or a mixture; one of both may be absent.
+    Norms are float32 (hidden,) or, of queries and keys, (head_dim,), over all heads together with
     ``wide_norms``, and of latents their rank; Gemma's + 1 is included.
 
     Attributes:
         qkv: rows of queries, keys and values, head by head; with latents: of queries or of their latents, of
-            keys' latents, of the rotated key; of a convolution: B, C and x of csrc/decode/step.h; of a
-            recurrence: as its shape says. Behind the values there may be gates, which multiply the outputs
-            of heads by their sigmoids (Qwen3-Next).
-        out: attention's output projection.
-        gate_up: rows of the gate, then rows of up; None with a mixture.
-        down: the MLP's output projection; None with a mixture, and where there is no MLP (Mamba 2).
+            keys' latents, of the rotated key; of a convolution: B, C and x of csrc/decode/step.h. Behind the
+            values there may be gates, which multiply the outputs of heads by their sigmoids (Qwen3-Next).
+            None where the layer neither attends nor has a convolution alone.
+        out: attention's output projection; None likewise.
+        gate_up: rows of the gate, then rows of up; of up alone with an activation of UNGATED.
+        down: the MLP's output projection.
         mixture: of experts, instead of the MLP.
         rotary: float32 (context, rotated dimensions), cosines of one half, then sines; None: no positions.
         window: keys that a token sees, its own included; 0: all.
         sinks: float32 (heads,), a score of each head that has no value (gpt-oss).
         latents: of attention with latents (MLA); the model has their shape.
-        convolution: in the place of attention.
-        recurrence: behind the convolution.
+        convolution: in the place of attention, or before the recurrence.
+        recurrence: behind the convolution, beside attention where there is ``qkv``.
     """
 
-    before_attention: Tensor
-    qkv: PackedWeight
-    out: PackedWeight
+    before_attention: Tensor | None = None
+    qkv: PackedWeight | None = None
+    out: PackedWeight | None = None
     before_mlp: Tensor | None = None
     gate_up: PackedWeight | None = None
     down: PackedWeight | None = None
@@ -91,6 +94,11 @@ class LayerWeights:
     recurrence: RecurrenceWeights | None = None
 
     @property
+    def attends(self) -> bool:
+        """Whether it has keys and values."""
+        return self.qkv is not None and (self.convolution is None or self.recurrence is not None)
+
+    @property
     def products(self) -> list[PackedWeight]:
         """The layer's packed weights, the experts' included."""
         weights = [getattr(self, name) for name in structures.PRODUCTS]
@@ -100,7 +108,7 @@ class LayerWeights:
     @property
     def read_bytes(self) -> int:
         """Bytes of packed weights that a step of one token reads."""
-        weights = [self.qkv, self.out, self.gate_up, self.down]
+        weights: list[PackedWeight | None] = [self.qkv, self.out, self.gate_up, self.down]
         weights += self.recurrence.products if self.recurrence else []
         parts = [part.read_bytes for part in (self.mixture, self.latents) if part is not None]
         return sum(packed.nbytes for packed in weights if packed is not None) + sum(parts)
@@ -121,7 +129,7 @@ class ModelWeights:
         soft_cap: of attention scores; 0: none.
         final_soft_cap: of logits; 0: none.
         embedding_scale: multiplies the embedding's rows.
-        activation: of the gate, a key of ACTIVATIONS.
+        activation: of the gate, a key of ACTIVATIONS; of UNGATED there is no gate.
         mask: float32 (hidden,), what a token of id -1 begins as; None: there are none.
         wide_norms: queries and keys are normed over all heads together (OLMoE).
         latent: of attention with latents, in every layer; there is one key head.
@@ -162,7 +170,7 @@ class ModelWeights:
     @property
     def cached(self) -> int:
         """Layers with keys and values."""
-        return sum(layer.convolution is None for layer in self.layers)
+        return sum(layer.attends for layer in self.layers)
 
     @property
     def window_shape(self) -> tuple[int, int, int]:
@@ -172,7 +180,8 @@ class ModelWeights:
         shapes = {layer.recurrence.shape for layer in self.layers if layer.recurrence is not None}
         assert len(shapes) < 2, f"recurrences of {len(shapes)} shapes"
         carried = next((shape.carried for shape in shapes), self.hidden)
-        return max(widths, default=1) - 1, len(self.layers) - self.cached, carried
+        count = sum(layer.convolution is not None for layer in self.layers)
+        return max(widths, default=1) - 1, count, carried
 
     @property
     def state_numbers(self) -> int:
@@ -238,7 +247,7 @@ class Program:
         assert pool is None or len(pool) >= nbytes, "a pool of another shape"
         self.pool = huge_pages(max(nbytes, 1)) if pool is None else pool
         self._parts = [_parts(layer) for layer in weights.layers]
-        layers = map(_layer, weights.layers, self._parts, _indices(weights))
+        layers = map(_layer, weights.layers, self._parts, *_indices(weights))
         self._layers = (structures.LayerStruct * len(weights.layers))(*layers)
         self._model = self._structure(bits, kv_dtype)
         if rotation is not None:
@@ -410,19 +419,17 @@ def _parts(weights: LayerWeights) -> dict[str, tuple[Any, ...]]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _indices(weights: ModelWeights) -> list[int]:
-    """Of each layer among those with keys and values, or among those with a convolution."""
-    counts = {True: 0, False: 0}
-    indices = []
-    for layer in weights.layers:
-        cached = layer.convolution is None
-        indices.append(counts[cached])
-        counts[cached] += 1
-    return indices
+def _indices(weights: ModelWeights) -> tuple[Iterable[int], Iterable[int]]:
+    """Of each layer among those with keys and values, and among those with a convolution."""
+    attends = (layer.attends for layer in weights.layers)
+    carries = (layer.convolution is not None for layer in weights.layers)
+    return accumulate(attends, initial=0), accumulate(carries, initial=0)
 
 
-def _layer(weights: LayerWeights, parts: dict[str, tuple[Any, ...]], index: int) -> structures.LayerStruct:
-    layer = structures.LayerStruct(window=weights.window, index=index)
+def _layer(
+    weights: LayerWeights, parts: dict[str, tuple[Any, ...]], index: int, state_index: int
+) -> structures.LayerStruct:
+    layer = structures.LayerStruct(window=weights.window, index=index, state_index=state_index)
     if weights.convolution is not None:
         layer.kernel = structures.address(weights.convolution.kernel)
         layer.conv_bias = structures.address(weights.convolution.bias)
@@ -459,8 +466,7 @@ def _check(weights: ModelWeights, block_size: int) -> None:
     _check_tensor("mask", weights.mask, (hidden,))
     for layer in weights.layers:
         _check_products(weights, layer)
-        attends = layer.convolution is None
-        assert not attends or (layer.rotary is None) == (turned == 0), "some layers have no positions"
+        assert not layer.attends or (layer.rotary is None) == (turned == 0), "some layers have no positions"
         for name, shape in _layer_shapes(weights, layer).items():
             _check_tensor(name, getattr(layer, name), shape)
 
@@ -483,7 +489,7 @@ def _layer_shapes(weights: ModelWeights, layer: LayerWeights) -> dict[str, tuple
 
 def _query_rank(weights: ModelWeights, layer: LayerWeights) -> int:
     """Rows of the first product that are queries or their latents."""
-    assert weights.latent is not None, "a model without latents"
+    assert weights.latent is not None and layer.qkv is not None, "a model without latents"
     return layer.qkv.rows - weights.latent.rank - weights.rotary
 
 
@@ -500,25 +506,28 @@ def _check_tensor(
 def _check_products(weights: ModelWeights, layer: LayerWeights) -> None:
     """Rows and columns of a layer's products."""
     hidden, heads = weights.hidden, weights.heads * weights.head_dim
+    ungated = weights.activation in UNGATED
     rows = heads + 2 * weights.kv_heads * weights.head_dim
-    gated = layer.qkv.rows == rows + heads  # by the sigmoids of further rows
-    expected = {"qkv": (rows + heads * gated, hidden), "out": (hidden, heads)}
+    expected: dict[str, tuple[int, int]] = {}
+    if layer.qkv is not None:
+        gated = layer.qkv.rows == rows + heads  # by the sigmoids of further rows
+        expected = {"qkv": (rows + heads * gated, hidden), "out": (hidden, heads)}
     if layer.convolution is not None:
-        expected = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden)}
         channels = hidden
         if layer.recurrence is not None:
-            check_recurrence(layer.recurrence, layer.qkv.rows)
-            sizes = layer.recurrence.shape
-            channels = sizes.channels
-            expected = {"qkv": (layer.qkv.rows, hidden), "out": (hidden, sizes.heads * sizes.values)}
+            check_recurrence(layer.recurrence, hidden)
+            channels = layer.recurrence.shape.channels
+        else:
+            expected = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden)}
         width, _, _ = weights.window_shape
         _check_tensor("kernel", layer.convolution.kernel, (width + 1, channels))
         _check_tensor("bias of a convolution", layer.convolution.bias, (channels,))
         if layer.latents is not None or layer.after_attention is not None:
             raise ModelError("a convolution with latents, or a norm after it")
-    else:
+    elif layer.attends:
         assert (layer.latents is None) == (weights.latent is None), "some layers have latents, some have none"
     if weights.latent is not None and layer.latents is not None:
+        assert layer.qkv is not None, "latents without a product"
         if layer.window or layer.sinks is not None or weights.soft_cap:
             raise ModelError("latents with a window, sinks or a soft cap")
         rank = _query_rank(weights, layer)
@@ -526,17 +535,19 @@ def _check_products(weights: ModelWeights, layer: LayerWeights) -> None:
             layer.latents, weights.latent, heads=weights.heads, head_dim=weights.head_dim, query_rank=rank
         )
         expected = {"qkv": (layer.qkv.rows, hidden), "out": (hidden, weights.heads * weights.latent.wide)}
+    mixes = layer.qkv is not None or layer.recurrence is not None
+    assert mixes == (layer.before_attention is not None), "half of a layer"
     if layer.mixture is None and layer.down is None:
         assert layer.gate_up is None and layer.before_mlp is None, "half of an MLP"
     elif layer.mixture is None:
         assert layer.gate_up is not None and layer.down is not None, "half of an MLP"
         wide = layer.down.columns
-        expected |= {"gate_up": (2 * wide, hidden), "down": (hidden, wide)}
+        expected |= {"gate_up": (wide if ungated else 2 * wide, hidden), "down": (hidden, wide)}
     else:
         assert layer.gate_up is None and layer.down is None, "an MLP beside a mixture"
         if layer.after_mlp is not None:
             raise ModelError("a norm after a mixture of experts")
-        check_mixture(layer.mixture, hidden)
+        check_mixture(layer.mixture, hidden, ungated=ungated)
     for name, shape in expected.items():
         packed = getattr(layer, name)
         if (packed.rows, packed.columns) != shape:

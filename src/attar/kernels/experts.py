@@ -51,7 +51,8 @@ class MixtureWeights:
 
     Attributes:
         router: float32 (experts, hidden).
-        gate_up: of each expert, rows of the gate, then rows of up; of one shape and kind, as ``down`` are.
+        gate_up: of each expert, rows of the gate if it has one, then rows of up; of one shape and kind, as
+            ``down`` are.
         bias: float32 (experts,), of the router's logits.
         correction: float32 (experts,), added to scores for the choice alone (DeepSeek V3).
         shared_gate_up, shared_down: the expert that all tokens share.
@@ -117,18 +118,19 @@ def mixture_struct(weights: MixtureWeights | None) -> Mixtures:
     return result, lists[0], lists[1]
 
 
-def check_mixture(weights: MixtureWeights, hidden: int) -> None:
-    """What the library does not check.
+def check_mixture(weights: MixtureWeights, hidden: int, *, ungated: bool = False) -> None:
+    """What the library does not check; ``ungated``: ``gate_up`` are rows of up alone.
 
     Raises:
         ModelError: the experts differ, or their shapes or the routing make no mixture.
     """
     routing, experts, neurons = weights.routing, len(weights.router), weights.down[0].columns
+    sides = 1 if ungated else 2
     for name, parts in (("gate_up", weights.gate_up), ("down", weights.down)):
         kinds = {(p.rows, p.columns, p.kind, p.group, p.zeros, p.form) for p in parts}
         if len(kinds) > 1:
             raise ModelError(f"the experts of a layer differ in {name}: {sorted(kinds, key=str)[:2]}")
-        shape = (2 * neurons, hidden) if name == "gate_up" else (hidden, neurons)
+        shape = (sides * neurons, hidden) if name == "gate_up" else (hidden, neurons)
         if len(parts) != experts or (parts[0].rows, parts[0].columns) != shape:
             raise ModelError(f"{len(parts)} experts with {name} {parts[0].rows} x {parts[0].columns}")
     per_group = experts // routing.groups
@@ -143,7 +145,7 @@ def check_mixture(weights: MixtureWeights, hidden: int) -> None:
         raise ModelError("half of a shared expert")
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         rows, columns = weights.shared_gate_up.rows, weights.shared_gate_up.columns
-        if (rows, columns, hidden) != (2 * weights.shared_down.columns, hidden, weights.shared_down.rows):
+        if (rows, columns, hidden) != (sides * weights.shared_down.columns, hidden, weights.shared_down.rows):
             raise ModelError(f"a shared expert with gate_up {rows} x {columns}")
     shapes = {"bias": (experts,), "correction": (experts,), "shared_gate": (hidden,)}
     for name, expected in {"router": (experts, hidden), **shapes}.items():

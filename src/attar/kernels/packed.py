@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -50,6 +50,7 @@ class PackedWeight:
         zeros: stored zero points: middle (none: all are 8 or 128), points z, or products s z.
         unit: what stored scales and bfloat16 weights are multiplied by: a power of two, times a factor that
             the whole product has.
+        factors: float32 (N,), what the product is multiplied by before the bias is added; None: 1.
         bias: float32 (N,) or None.
         form: "2:4 as dense": the weight is 2:4, and its zeros are stored.
     """
@@ -63,12 +64,14 @@ class PackedWeight:
     unit: float = 1.0
     bias: Tensor | None = None
     form: Form = "dense"
+    factors: Tensor | None = None
 
     def __post_init__(self) -> None:
         nbytes = packed_bytes(self.rows, self.columns, self.kind, self.group, self.form)
         if self.zeros != "middle":
             nbytes += _panels(self.rows) * PANEL * 2 * self.columns // self.group
-        parts = [(self.data, nbytes, torch.uint8), (self.bias, self.rows, torch.float32)]
+        of_rows = [(part, self.rows, torch.float32) for part in (self.bias, self.factors)]
+        parts = [(self.data, nbytes, torch.uint8), *of_rows]
         for part, size, dtype in parts:
             fits = part is None or (part.shape == (size,) and part.dtype == dtype and part.is_contiguous())
             assert fits, f"a packed weight {self.rows} x {self.columns} without {size} numbers of {dtype}"
@@ -83,6 +86,17 @@ class PackedWeight:
         """The kind and form, as descriptions have them."""
         forms = {"dense": "", "2:4": " 2:4", "2:4 as dense": " (2:4, run dense: no faster here)"}
         return f"{self.kind}{forms[self.form]}"
+
+
+def scaled(packed: PackedWeight, outputs: float | Tensor, inputs: float = 1.0) -> PackedWeight:
+    """The product whose inputs are multiplied by ``inputs``, and whose results, the bias included, by
+    ``outputs``: all by one number, or each by its own, float32 (N,). Does not modify its arguments."""
+    if not isinstance(outputs, Tensor) and outputs == inputs == 1.0:
+        return packed
+    bias = None if packed.bias is None else packed.bias * outputs
+    if isinstance(outputs, Tensor):
+        return replace(packed, unit=packed.unit * inputs, factors=outputs, bias=bias)
+    return replace(packed, unit=packed.unit * inputs * outputs, bias=bias)
 
 
 def pack_bf16(

@@ -1,5 +1,5 @@
 """Linear recurrences as the compiled step reads them: Mamba 2 and the gated delta rule, in the place of
-attention. csrc/decode/recurrence.h has the formulas."""
+attention or beside it. csrc/decode/recurrence.h has the formulas."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class RecurrenceShape:
         keys: numbers of q and of k.
         values: of v.
         delta: whether it is the delta rule.
+        gated_norm: whether the gate comes before the norm.
         norm_size: numbers that are normed together.
         least, most: of Mamba 2's step.
     """
@@ -42,6 +43,7 @@ class RecurrenceShape:
     gate_at: int
     steps_at: int
     delta: bool
+    gated_norm: bool
     norm_size: int
     eps: float
     least: float = 0.0
@@ -70,7 +72,8 @@ class RecurrenceWeights:
     Attributes:
         decay: A (heads,), positive.
         step_bias: (heads,).
-        norm: (heads values,).
+        first, out: the products of the residual stream, and of what the heads give.
+        norm: (heads values,); None: none.
         skip: D (heads,); None: none.
         steps: makes the steps: d (heads), and with the delta rule c (heads); None: the first product does.
     """
@@ -78,14 +81,16 @@ class RecurrenceWeights:
     shape: RecurrenceShape
     decay: Tensor
     step_bias: Tensor
-    norm: Tensor
+    first: PackedWeight
+    out: PackedWeight
+    norm: Tensor | None = None
     skip: Tensor | None = None
     steps: PackedWeight | None = None
 
     @property
     def products(self) -> list[PackedWeight]:
-        """Packed weights besides the first product."""
-        return [] if self.steps is None else [self.steps]
+        """Packed weights."""
+        return [*filter(None, (getattr(self, name) for name in structures.RECURRENCE_PRODUCTS))]
 
 
 def recurrence_struct(weights: RecurrenceWeights | None) -> tuple[structures.RecurrenceStruct] | None:
@@ -93,17 +98,18 @@ def recurrence_struct(weights: RecurrenceWeights | None) -> tuple[structures.Rec
     if weights is None:
         return None
     result = structures.RecurrenceStruct()
-    for name in (*structures.RECURRENCE_SIZES, "eps", "least", "most", "delta"):
+    for name in (*structures.RECURRENCE_SIZES, "eps", "least", "most", "delta", "gated_norm"):
         setattr(result, name, getattr(weights.shape, name))
     for name in ("decay", "step_bias", "skip", "norm"):
         setattr(result, name, structures.address(getattr(weights, name)))
-    if weights.steps is not None:
-        result.steps = structures.linear_struct(weights.steps)
+    for name in structures.RECURRENCE_PRODUCTS:
+        if getattr(weights, name) is not None:
+            setattr(result, name, structures.linear_struct(getattr(weights, name)))
     return (result,)
 
 
-def check_recurrence(weights: RecurrenceWeights, rows: int) -> None:
-    """What the library does not check; ``rows``: of the first product.
+def check_recurrence(weights: RecurrenceWeights, hidden: int) -> None:
+    """What the library does not check.
 
     Raises:
         ModelError: the sizes do not fit each other, or the library's vectors.
@@ -115,10 +121,13 @@ def check_recurrence(weights: RecurrenceWeights, rows: int) -> None:
             f"a recurrence of {s.heads} heads of {s.keys} x {s.values} numbers in {s.groups} groups",
             hint="the compiled runner takes multiples of 16",
         )
+    rows, out = weights.first.rows, weights.out
     ends = [(s.channels_at + s.channels, rows), (s.gate_at + width, rows)]
     ends += [(s.queries_at + s.groups * s.keys, s.channels), (s.keys_at + s.groups * s.keys, s.channels)]
     ends += [(s.values_at + width, s.channels)]
     ends += [(s.steps_at + s.carried - s.channels, rows if weights.steps is None else weights.steps.rows)]
+    if (weights.first.columns, out.rows, out.columns) != (hidden, hidden, width):
+        raise ModelError(f"products {out.rows} x {out.columns} and {rows} x {weights.first.columns}")
     if any(end > size for end, size in ends):
         raise ModelError(f"products of {rows} rows for a recurrence of {s.channels} channels")
     shapes = {"decay": s.heads, "step_bias": s.heads, "skip": s.heads, "norm": width}

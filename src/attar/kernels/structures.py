@@ -29,7 +29,7 @@ class LinearStruct(ctypes.Structure):
     """csrc/decode/linear.h."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("data", "bias")),
+        *((name, POINTER) for name in ("data", "bias", "factors")),
         *((name, LONG) for name in ("rows", "columns")),
         *((name, INT) for name in ("kind", "group", "zeros")),
         ("unit", FLOAT),
@@ -62,6 +62,7 @@ class LatentStruct(ctypes.Structure):
 
 OFFSETS = ("channels_at", "queries_at", "keys_at", "values_at", "gate_at", "steps_at")
 RECURRENCE_SIZES = ("heads", "groups", "keys", "values", *OFFSETS, "norm_size")
+RECURRENCE_PRODUCTS = ("first", "steps", "out")
 
 
 class RecurrenceStruct(ctypes.Structure):
@@ -69,10 +70,10 @@ class RecurrenceStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, LONG) for name in RECURRENCE_SIZES),
-        ("steps", LinearStruct),
+        *((name, LinearStruct) for name in RECURRENCE_PRODUCTS),
         *((name, POINTER) for name in ("decay", "step_bias", "skip", "norm")),
         *((name, FLOAT) for name in ("eps", "least", "most")),
-        ("delta", INT),
+        *((name, INT) for name in ("delta", "gated_norm")),
     ]
 
 
@@ -84,7 +85,7 @@ class LayerStruct(ctypes.Structure):
         ("window", LONG),
         *((name, LinearStruct) for name in PRODUCTS),
         *((name, POINTER) for name in ("mixture", "latents", "kernel", "conv_bias", "recurrence")),
-        ("index", LONG),
+        *((name, LONG) for name in ("index", "state_index")),
     ]
 
 
@@ -158,6 +159,7 @@ def linear_struct(packed: PackedWeight) -> LinearStruct:
     return LinearStruct(
         address(packed.data),
         address(packed.bias),
+        address(packed.factors),
         packed.rows,
         packed.columns,
         KINDS[packed.kind],

@@ -9,7 +9,7 @@ from attar.kernels.structures import CarriedSpan, StepTokens
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.compiled_states import StateBuffers
-from attar.runtime.runner.compiled_weights import llama_name
+from attar.runtime.runner.compiled_weights import check_config, llama_name
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
 from attar.runtime.runner.recurrent_weights import names
 from tests import tiny_models
@@ -26,7 +26,7 @@ def built(family="qwen3_5", **changes):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "granitemoehybrid", "falcon_h1"])
 @pytest.mark.parametrize(
     "settings", [{"bits": 8, "kv_dtype": "bfloat16"}, {"weights": "int4", "group": 16, "kv_dtype": "int4"}]
 )
@@ -47,7 +47,17 @@ GRANITE |= {"logits_scaling": 2.0, "mamba_n_groups": 2, "mamba_d_state": 32}
 GRANITE |= {"mamba_n_heads": 4, "mamba_d_head": 32}
 DENSE = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_conv_bias": False}
 DENSE |= {"mamba_d_conv": 2}
-QUANTIZED = ("qwen3_5", "granitemoehybrid", "qwen3_next", "qwen3_5_moe", "mamba2", "bamba")
+FALCON = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.7}
+FALCON |= {"attention_in_multiplier": 0.8, "attention_out_multiplier": 1.3, "mlp_multipliers": [0.9, 0.6]}
+FALCON |= {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.4, 0.7, 1.4, 0.5, 0.9]}
+FALCON |= {"mamba_n_groups": 2, "num_hidden_layers": 2}
+BIASED = {"attention_bias": True, "mlp_bias": True, "projectors_bias": True, "mamba_proj_bias": True}
+NEMOTRON = {"n_groups": 2, "time_step_min": 0.3, "use_bias": True, "mlp_bias": True}
+NEMOTRON |= {"layers_block_type": ["mlp", "full_attention", "linear_attention"]}
+EXPERTS = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_group": 2}
+EXPERTS |= {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
+EXPERTS |= {"routed_scaling_factor": 2.5, "num_experts_per_tok": 3}
+QUANTIZED = ("qwen3_5", "granitemoehybrid", "qwen3_next", "qwen3_5_moe", "mamba2", "bamba", "falcon_h1")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +67,11 @@ QUANTIZED = ("qwen3_5", "granitemoehybrid", "qwen3_next", "qwen3_5_moe", "mamba2
         ("qwen3_5", {"linear_key_head_dim": 32, "layer_types": ["linear_attention"] * 3}),
         ("granitemoehybrid", GRANITE),
         ("granitemoehybrid", {**GRANITE, **DENSE, "mamba_proj_bias": True, "time_step_limit": (0.5, 0.9)}),
+        ("falcon_h1", FALCON | BIASED),
+        ("falcon_h1", FALCON | {"mamba_rms_norm": True}),
+        ("falcon_h1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+        ("nemotron_h", NEMOTRON),
+        ("nemotron_h", EXPERTS),
     ],
 )
 def test_other_shapes(family, changes):
@@ -71,13 +86,16 @@ def test_other_shapes(family, changes):
 @pytest.mark.parametrize("family", slow_but(QUANTIZED, "qwen3_5"))
 def test_a_quantized_checkpoint_runs_as_its_modules(tmp_path, family):
     """Products in their codes, whose rows are sorted."""
-    changes = {"num_local_experts": 0, "intermediate_size": 64} if family == "granitemoehybrid" else {}
-    folder = tiny_models.save(built(family, **changes), tmp_path / "model", dtype=torch.bfloat16)
+    changes = {"granitemoehybrid": {"num_local_experts": 0, "intermediate_size": 64}}
+    changes |= {"falcon_h1": FALCON}
+    folder = tiny_models.save(
+        built(family, **changes.get(family, {})), tmp_path / "model", dtype=torch.bfloat16
+    )
     checkpoint = pack(folder, tmp_path / "packed", scheme="W4A16")[1]
     settings = {"activations": 16, "kv_dtype": "float32", "kv_tokens": 64}
     ours, modules = (load(checkpoint, runner=name, **settings).runner for name in ("auto", "modules"))
     assert isinstance(ours, Compiled)
-    assert all(layer.qkv.kind != "bf16" and layer.out.kind != "bf16" for layer in ours.weights.layers)
+    assert all(packed.kind != "bf16" for layer in ours.weights.layers for packed in layer.products)
     want = logits_of_runner(modules, tokens(24))
     modules.forget(0), ours.forget(0)
     torch.testing.assert_close(
@@ -135,6 +153,19 @@ def test_states_in_memory():
     place = first.data_ptr()
     del first
     assert buffers.take().data_ptr() == place != second.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("falcon_h1", {"hidden_act": "gelu_pytorch_tanh"}, "convolutions have silu"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "no activation 'silu without a gate'"),
+        ("nemotron_h", {"moe_latent_size": 32}, "experts of latents"),
+    ],
+)
+def test_variants_that_are_refused(family, changes, words):
+    with pytest.raises(ModelError, match=words):
+        check_config(tiny_models.config(family, **changes))
 
 
 def test_what_is_out_of_bounds_or_refused(tmp_path):

@@ -21,11 +21,12 @@ from tests.runtime.driving import Driver, greedy
 
 FEW = ("qwen3_next", "lfm2", "falcon_h1", "jamba", "mamba2")  # delta rule, convolution, both, Mamba 1, alone
 OTHERS = ("granitemoehybrid", "lfm2_moe", *(family for family in tiny_models.STATEFUL if family not in FEW))
-COMPILED = ("lfm2 compiled", "qwen3_5 compiled", "granitemoehybrid compiled", "mamba2 compiled")
-COMPILED += ("bamba compiled", "lfm2_moe compiled", "qwen3_next compiled")
+COMPILED = ("lfm2 compiled", "qwen3_5 compiled", "granitemoehybrid compiled", "falcon_h1 compiled")
+COMPILED += ("mamba2 compiled",)
+COMPILED += ("nemotron_h compiled", "bamba compiled", "lfm2_moe compiled", "qwen3_next compiled")
 if build_kernels("decode") is not None:
-    FEW = (*FEW, *COMPILED[:3])
-    OTHERS = (*OTHERS, *COMPILED[3:])
+    FEW = (*FEW, *COMPILED[:4])
+    OTHERS = (*OTHERS, *COMPILED[4:])
 FAMILIES = (*FEW, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS))
 SMALL = {"mamba2": {"chunk_size": 8}, "falcon_h1": {"mamba_chunk_size": 8}}  # several chunks of a prompt
 PROMPTS = [21, 5, 13, 1]

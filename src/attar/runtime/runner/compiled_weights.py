@@ -26,7 +26,7 @@ from attar.errors import ModelError
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.experts import MixtureWeights
 from attar.kernels.memory import Arena
-from attar.kernels.packed import Kind, Pays, pack
+from attar.kernels.packed import Kind, Pays, pack, scaled
 from attar.runtime.runner import convolution_weights, expert_weights, latent_weights, recurrent_weights
 from attar.runtime.runner.codes import PackedCodes, fused
 from attar.runtime.runner.step_config import layer_kind, rope, rotary_tables
@@ -37,7 +37,7 @@ FAMILIES = tuple(dict.fromkeys((*DENSE, *(family for module in _OTHERS for famil
 GEMMA = ("gemma", "gemma2", "gemma3_text")  # embeddings are scaled
 CENTRED = (*GEMMA, *recurrent_weights.DELTA)  # norms are of 1 + w
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
-ACTIVATIONS |= {"swiglu 7.0 1.702": "clamped_swiglu"}
+ACTIVATIONS |= {"swiglu 7.0 1.702": "clamped_swiglu", "relu2 without a gate": "relu"}
 CAPPED_SCORES, CAPPED_LOGITS = ("gemma2",), ("gemma2", "gemma3_text")
 """Families that transformers computes with soft caps; others may have the keys in their config."""
 SINKS = "self_attn.sinks"
@@ -195,12 +195,12 @@ def model_weights(
     for index in range(config.num_hidden_layers):
         tensors = _LayerTensors(config, source, f"model.layers.{index}.", of_layers)
         layers.append(tensors.layer(tables.get(layer_kind(config, index)), _window(config, index)))
-    table = source.required(EMBEDDING)
+    table, factors = source.required(EMBEDDING), recurrent_weights.multipliers(config)
     keep_float32 = table.dtype == torch.float32 and embedding is None
     model = ModelWeights(
         embedding=table.to(torch.float32 if keep_float32 else embedding or torch.bfloat16).contiguous(),
-        norm=_norm(config, source.required("model.norm.weight")) / _multiplier(config, "logits_scaling"),
-        head=_head(source, table, of_head),
+        norm=_norm(config, source.required("model.norm.weight")),
+        head=scaled(_head(source, table, of_head), factors.head),
         layers=tuple(layers),
         heads=getattr(config, "num_attention_heads", 1),
         kv_heads=1 if latent else getattr(config, "num_key_value_heads", 1),
@@ -209,9 +209,7 @@ def model_weights(
         scale=_scale(config),
         soft_cap=_of(config, CAPPED_SCORES, "attn_logit_softcapping"),
         final_soft_cap=_of(config, CAPPED_LOGITS, "final_logit_softcapping"),
-        embedding_scale=config.hidden_size**0.5
-        if config.model_type in GEMMA
-        else _multiplier(config, "embedding_multiplier"),
+        embedding_scale=config.hidden_size**0.5 if config.model_type in GEMMA else factors.embedding,
         activation=ACTIVATIONS[_activation(config)],
         wide_norms=config.model_type in expert_weights.WIDE_NORMS,
         latent=latent,
@@ -244,23 +242,16 @@ def llama_name(name: str, patterns: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _multiplier(config: Any, name: str) -> float:
-    """One of Granite's multipliers; 1 elsewhere."""
-    return float(getattr(config, name)) if config.model_type in recurrent_weights.GRANITE else 1.0
-
-
 def _positionless(config: Any) -> bool:
     """Whether attention has no positions, or there is none."""
-    granite = config.model_type in recurrent_weights.GRANITE
-    return config.model_type in recurrent_weights.ALONE or (
-        granite and config.position_embedding_type != "rope"
-    )
+    granite = config.model_type in recurrent_weights.GRANITE and config.position_embedding_type != "rope"
+    return granite or config.model_type in (*recurrent_weights.ALONE, *recurrent_weights.NEMOTRON)
 
 
 def _eps(config: Any) -> float:
     """Of the norms."""
-    names = {"mamba2": "layer_norm_epsilon", **dict.fromkeys(convolution_weights.FAMILIES, "norm_eps")}
-    return float(getattr(config, names.get(config.model_type, "rms_norm_eps")))
+    convolutions = config.model_type in convolution_weights.FAMILIES
+    return float(config.norm_eps) if convolutions else recurrent_weights.eps(config)
 
 
 def _of(config: Any, families: Sequence[str], key: str) -> float:
@@ -279,59 +270,61 @@ class _LayerTensors:
 
     def layer(self, rotary: Tensor | None, window: int) -> LayerWeights:
         gemma = self._optional("pre_feedforward_layernorm") is not None
-        mixture = expert_weights.mixture_weights(self.config, self)
         sinks = self.tensor(SINKS).float().contiguous() if self.config.model_type == "gpt_oss" else None
-        mixer = self._mixer()
-        if "convolution" not in mixer:
-            mixer |= {"rotary": rotary, "window": window}
-        mlp: dict[str, Any] = {}
-        if self.config.model_type not in recurrent_weights.ALONE:
-            name = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
-            mlp["before_mlp"] = self._norm(name)
-            if mixture is None:
-                mlp["gate_up"] = self.product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
-                mlp["down"] = self._added(self.product("mlp.", ("down_proj",)))
-        if mixture is not None:
-            if _multiplier(self.config, "residual_multiplier") != 1.0:
-                down, shared = tuple(map(self._added, mixture.down)), self._added(mixture.shared_down)
-                mixture = replace(mixture, down=down, shared_down=shared)
-            mlp["mixture"] = self.packer.mixture(mixture)
+        mixers, mlp = self._mixers(rotary, window), self._mlp(gemma=gemma)
         return LayerWeights(
-            before_attention=self._norm("input_layernorm"),
+            before_attention=self._norm("input_layernorm") if mixers else None,
             after_attention=self._norm("post_attention_layernorm") if gemma else None,
             after_mlp=self._norm("post_feedforward_layernorm") if gemma else None,
-            **mixer | {"out": self._added(mixer["out"])},
+            **mixers,
             **mlp,
             sinks=sinks,
         )
 
-    def _added(self, packed: Any) -> Any:
-        """A product that is added to the residual stream: times Granite's multiplier, codes as they are."""
-        factor = _multiplier(self.config, "residual_multiplier")
-        if packed is None or factor == 1.0:
-            return packed
-        bias = None if packed.bias is None else packed.bias * factor
-        return replace(packed, unit=packed.unit * factor, bias=bias)
+    def _mlp(self, *, gemma: bool) -> dict[str, Any]:
+        """The MLP, or the mixture in its place; empty where there is none."""
+        if not recurrent_weights.has_mlp(self.config, self):
+            return {}
+        alone = self.config.model_type in recurrent_weights.NEMOTRON  # with the layer's one norm
+        name = "input_layernorm" if alone else "post_attention_layernorm"
+        before_mlp = self._norm("pre_feedforward_layernorm" if gemma else name)
+        mixture = expert_weights.mixture_weights(self.config, self)
+        factors = recurrent_weights.multipliers(self.config)
+        if mixture is None:
+            gate_up, down = expert_weights.first_product(self, "mlp."), self.product("mlp.", ("down_proj",))
+            parts = recurrent_weights.by_part((factors.gate, 1.0), (gate_up.rows // 2,) * 2)
+            mlp = {"gate_up": scaled(gate_up, parts), "down": scaled(down, factors.down)}
+            return {"before_mlp": before_mlp, **mlp}
+        if factors.down != 1.0:
+            experts, shared = tuple(scaled(down, factors.down) for down in mixture.down), mixture.shared_down
+            shared = None if shared is None else scaled(shared, factors.down)
+            mixture = replace(mixture, down=experts, shared_down=shared)
+        return {"before_mlp": before_mlp, "mixture": self.packer.mixture(mixture)}
 
-    def _mixer(self) -> dict[str, Any]:
-        """What attention has, or stands in its place."""
+    def _mixers(self, rotary: Tensor | None, window: int) -> dict[str, Any]:
+        """Attention, and what stands in its place or beside it; empty where there is none."""
         convolution = convolution_weights.convolution_weights(self)
         if convolution is not None:
             qkv, out = convolution_weights.convolution_products(self)
             return {"convolution": convolution, "qkv": qkv, "out": out}
         recurrence = recurrent_weights.mixer(self.config, self)
-        if recurrence is not None:
+        if not recurrent_weights.attends(self.config, self):
             return recurrence
+        return {**recurrence, **self._attention(), "rotary": rotary, "window": window}
+
+    def _attention(self) -> dict[str, Any]:
         shape, norms = latent_weights.latent_shape(self.config), HEAD_NORMS
-        latents = None
+        latents, factors = None, recurrent_weights.multipliers(self.config)
         if shape is None:
-            rows = recurrent_weights.query_rows(self.config)
-            qkv = self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj", rows=rows)
+            order, keys = recurrent_weights.query_rows(self.config), _key_rows(self.config)
+            qkv = self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj", rows=order)
+            parts = recurrent_weights.by_part((1.0, factors.keys, 1.0), (qkv.rows - 2 * keys, keys, keys))
+            qkv = scaled(qkv, parts, factors.attention_in)
         else:
             latents, norms = latent_weights.latent_weights(self.config, shape, self), latent_weights.NORMS
             qkv = latent_weights.first_product(self)
         of_heads = {name: self._maybe_norm(path) for name, path in norms.items()}
-        out = self.product("self_attn.", ("o_proj",))
+        out = scaled(self.product("self_attn.", ("o_proj",)), factors.attention_out)
         return {"qkv": qkv, "out": out, "latents": latents, **of_heads}
 
     def has(self, name: str) -> bool:
@@ -425,6 +418,7 @@ def check_config(config: Any) -> None:
         raise ModelError(f"the compiled runner does not run {config.model_type}", hint=f"it runs {FAMILIES}")
     if _activation(config) not in ACTIVATIONS:
         raise ModelError(f"the compiled runner has no activation {_activation(config)!r}")
+    recurrent_weights.check(config)
     if getattr(config, "clip_qkv", None) is not None:
         raise ModelError("the compiled runner does not clip queries, keys and values (clip_qkv)")
     if config.hidden_size % 16:
@@ -440,6 +434,8 @@ def _activation(config: Any) -> str:
         return "silu"
     if config.model_type == "gpt_oss":
         return f"swiglu {config.swiglu_limit} {config.swiglu_alpha}"
+    if config.model_type in recurrent_weights.NEMOTRON:
+        return f"{config.mlp_hidden_act} without a gate"
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
@@ -458,6 +454,11 @@ def _head_dim(config: Any) -> int:
     if config.model_type in recurrent_weights.ALONE:  # attends nowhere
         return 2
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _key_rows(config: Any) -> int:
+    """Rows of a layer's product that are keys."""
+    return int(config.num_key_value_heads) * _head_dim(config)
 
 
 def _norm(config: Any, weight: Tensor) -> Tensor:

@@ -17,15 +17,16 @@ from attar.errors import ModelError
 from attar.kernels.experts import MixtureWeights, Routing
 from attar.runtime.runner.codes import PackedCodes
 
-SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "nemotron_h")
 SOFTMAX = ("qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text")
 CHOSEN = ("mixtral", "gpt_oss", "granitemoehybrid")  # softmax over all, divided by the sum of the chosen
 FAMILIES = (*CHOSEN, *SOFTMAX, "deepseek_v2", "lfm2_moe", *SIGMOID)
 PREDICTING_AHEAD = SIGMOID  # a layer behind the last predicts further tokens
 WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
-ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"), ("feed_forward.", "gate"))
+ROUTERS: tuple[tuple[str, str], ...] = (("mlp.", "gate"), ("mlp.", "router"))
+ROUTERS += tuple((module, "gate") for module in ("block_sparse_moe.", "feed_forward.", "mixer."))
 ExpertProducts = tuple[Any, Any]
-LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+LEAVES = ((("gate_proj", "up_proj"), "down_proj"), (("w1", "w3"), "w2"), (("up_proj",), "down_proj"))
 SHARED = ("shared_expert.", "shared_experts.")
 
 
@@ -107,7 +108,7 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
     of_shared = {}
     if shared:
         of_shared = {
-            "shared_gate_up": layer.product(f"{module}{shared}", ("gate_proj", "up_proj"), "gate_up_proj"),
+            "shared_gate_up": first_product(layer, f"{module}{shared}"),
             "shared_down": layer.product(f"{module}{shared}", ("down_proj",)),
         }
     return MixtureWeights(
@@ -115,17 +116,24 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
     )
 
 
+def first_product(layer: LayerTensors, module: str) -> Any:
+    """Gate and up of an MLP, or up alone where there is no gate (Nemotron-H)."""
+    gated = layer.has(f"{module}gate_proj.weight") or not layer.has(f"{module}up_proj.weight")
+    return layer.product(module, ("gate_proj", "up_proj") if gated else ("up_proj",), "gate_up_proj")
+
+
 def _experts(layer: LayerTensors, module: str, count: int) -> ExpertProducts:
     """Gate and up, and down, of each expert; 2:4 ones are packed dense, so that all are of one form."""
-    if layer.has(f"{module}gate_up_proj"):
-        paths = (f"{module}{name}" for name in ("gate_up_proj", "down_proj"))
+    stacked_name = next((name for name in ("gate_up_proj", "up_proj") if layer.has(f"{module}{name}")), None)
+    if stacked_name:
+        paths = (f"{module}{name}" for name in (stacked_name, "down_proj"))
         both = (layer.expert_codes(path) or layer.tensor(path) for path in paths)
         gate_up, down = (layer.stack(tuple(layer.packed(weight) for weight in stacked)) for stacked in both)
         return gate_up, down
-    leaves = next((names for names in LEAVES if layer.has(f"{module}0.{names[0]}.weight")), LEAVES[0])
+    first, last = next((leaf for leaf in LEAVES if layer.has(f"{module}0.{leaf[0][0]}.weight")), LEAVES[0])
     return (
-        layer.stack(tuple(layer.product(f"{module}{e}.", leaves[:2], sparse=False) for e in range(count))),
-        layer.stack(tuple(layer.product(f"{module}{e}.", leaves[2:], sparse=False) for e in range(count))),
+        layer.stack(tuple(layer.product(f"{module}{e}.", first, sparse=False) for e in range(count))),
+        layer.stack(tuple(layer.product(f"{module}{e}.", (last,), sparse=False) for e in range(count))),
     )
 
 

@@ -35,6 +35,7 @@ static inline void rotate(float* head, const float* angles, std::int64_t rotary)
 
 static inline F activate(F gate, std::int32_t kind) {
     if (kind == SILU) return gate / (1.0f + exp_(-gate));
+    if (kind == RELU) return maximum(gate, F{});
     const F inner = 0.79788456f * (gate + 0.044715f * gate * gate * gate);
     return 0.5f * gate * (1.0f + tanh_(inner));
 }
@@ -51,7 +52,7 @@ static inline F gated(const F& gate, const F& up, std::int32_t kind) {
     return kind == CLAMPED_SWIGLU ? clamped_swiglu(gate, up) : activate(gate, kind) * up;
 }
 
-// activation(gate) up
+// activation(gate) up; where up is the gate itself, relu makes the squared relu
 static inline void gated(const float* gate, const float* up, std::int64_t n, std::int32_t kind, float* to) {
     std::int64_t i = 0;
     for (; i + WIDTH <= n; i += WIDTH) store(to + i, gated(load(gate + i), load(up + i), kind));

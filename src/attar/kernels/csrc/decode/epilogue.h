@@ -36,15 +36,18 @@ static inline void store_output(const Linear& linear, const F& low, const F& hig
     const F halves[2] = {low * linear.unit, high * linear.unit};
     if (rows == PANEL) {
         for (int i = 0; i < PANEL; i += WIDTH) {
-            const F sum = halves[i / WIDTH] + (linear.bias ? load(linear.bias + row + i) : F{});
+            const F y = linear.factors ? halves[i / WIDTH] * load(linear.factors + row + i) : halves[i / WIDTH];
+            const F sum = y + (linear.bias ? load(linear.bias + row + i) : F{});
             store(to + i, sum + (output.add ? load(to + i) : F{}));
         }
         return;
     }
     float sums[PANEL];
     for (int i = 0; i < PANEL; i += WIDTH) store(sums + i, halves[i / WIDTH]);
-    for (int i = 0; i < rows; i++)
-        to[i] = sums[i] + (linear.bias ? linear.bias[row + i] : 0.0f) + (output.add ? to[i] : 0.0f);
+    for (int i = 0; i < rows; i++) {
+        const float y = linear.factors ? sums[i] * linear.factors[row + i] : sums[i];
+        to[i] = y + (linear.bias ? linear.bias[row + i] : 0.0f) + (output.add ? to[i] : 0.0f);
+    }
 }
 
 }  // namespace attar

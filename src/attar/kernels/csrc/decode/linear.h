@@ -44,7 +44,8 @@ enum Zeros : std::int32_t { MIDDLE = 0, POINTS = 1, PRODUCTS = 2 };
 
 struct Linear {
     const std::uint8_t* data;
-    const float* bias;  // (rows,) or null
+    const float* bias;     // (rows,) or null
+    const float* factors;  // (rows,) that sums are multiplied by, or null
     std::int64_t rows, columns;
     std::int32_t kind, group;
     std::int32_t zeros;  // of enum Zeros

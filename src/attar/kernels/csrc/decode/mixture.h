@@ -98,12 +98,14 @@ inline void StepWorker::activate_rows(std::int64_t rows, std::int64_t width, con
                                       std::int64_t shared_rows, std::int64_t shared_width, const float* shared_from,
                                       const Activations& shared_to) {
     const std::int64_t grains = (width + GRAIN - 1) / GRAIN, shared_grains = (shared_width + GRAIN - 1) / GRAIN;
+    const bool ungated = layer().mixture->gate_up->rows == width;
     scratch.resize(GRAIN);
     const auto fill = [&](std::int64_t row, std::int64_t grain, std::int64_t columns, const float* all,
                          const Activations& in) {
         const std::int64_t first = grain * GRAIN, last = std::min(first + GRAIN, columns);
-        const float* gate = all + row * 2 * columns + first;
-        gated(gate, gate + columns, last - first, model.activation, scratch.data());
+        const std::int64_t gates = ungated ? 0 : columns;
+        const float* gate = all + row * (gates + columns) + first;
+        gated(gate, gate + gates, last - first, model.activation, scratch.data());
         in.set(row, first, last, scratch.data());
     };
     const std::int64_t own = rows * grains;

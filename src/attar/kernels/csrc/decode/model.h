@@ -32,17 +32,17 @@ struct Latents {
 };
 
 // A linear recurrence of a layer behind its convolution; recurrence.h has the formulas. Where things are in a row of
-// `qkv`, and, from the first channel on, in the channels of the convolution: q and k of groups of heads, v of heads.
+// `first`, and, from the first channel on, in the channels of the convolution: q and k of groups of heads, v of heads.
 struct Recurrence {
     std::int64_t heads, groups, keys, values;  // multiples of 16 but for heads and groups
     std::int64_t channels_at, queries_at, keys_at, values_at, gate_at;
-    std::int64_t steps_at;                  // in a row of `steps`, or of `qkv`: d (heads), with the delta rule c (heads)
+    std::int64_t steps_at;                  // in a row of `steps`, or `first`: d (heads), with the delta rule c (heads)
     std::int64_t norm_size;                 // numbers that are normed together
-    Linear steps;                           // of no rows: `qkv` makes them
+    Linear first, steps, out;               // steps of no rows: `first` makes them
     const float *decay, *step_bias, *skip;  // A, bias, D (heads,); skip: or null
-    const float* norm;                      // (heads values,)
+    const float* norm;                      // (heads values,), or null
     float eps, least, most;                 // of the softplus
-    std::int32_t delta;                     // whether it is the delta rule
+    std::int32_t delta, gated_norm;         // whether it is the delta rule; whether what is gated is normed
 
     std::int64_t channels() const { return 2 * groups * keys + heads * values; }
     std::int64_t step_numbers() const { return delta ? 2 * heads : heads; }
@@ -54,19 +54,19 @@ struct Layer {
     const float* sinks;                  // (heads,) scores that no value has, or null
     const float* rotary;  // (context, rotary): cosines of half a head, then sines
     std::int64_t window;  // keys that a token sees, its own included; 0: all
-    Linear qkv, out, gate_up, down;  // gate_up and down of no rows where there is a mixture
+    Linear qkv, out, gate_up, down;  // of no rows where there is none; gate_up without a gate: rows of up alone
     const Mixture* mixture;          // or null
     const Latents* latents;          // in every layer, or null
-    // Of a short convolution in the place of attention, else null; `qkv` makes what step.h or recurrence.h says.
+    // Of a short convolution, in the place of attention or before a recurrence, else null.
     const float *kernel, *conv_bias;  // (width, channels), the oldest input first; (channels,) or null
-    const Recurrence* recurrence;     // behind the convolution, or null
-    std::int64_t index;               // among the layers with keys and values, or among those with a convolution
+    const Recurrence* recurrence;     // behind the convolution, in the place of attention or beside it; or null
+    std::int64_t index, state_index;  // among the layers with keys and values; among those with a convolution
 };
 
 // Number format of the KV cache, and of the embedding.
 enum Storage : std::int32_t { STORED_INT8 = 1, STORED_BF16 = 2, STORED_FP16 = 3, STORED_FP32 = 4, STORED_INT4 = 5 };
 enum BasisRow { KEY_FACTORS, QUERY_FACTORS, CENTERS, BASIS_ROWS = CENTERS + 2 };
-enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
+enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2, RELU = 3 };
 
 struct Model {
     std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, vocabulary;

@@ -1,14 +1,15 @@
-// Linear recurrences of heads behind a short convolution, in the place of attention: Mamba 2 (Dao and Gu 2024, arXiv
-// 2405.21060) and the gated delta rule (Yang et al. 2024, arXiv 2412.06464). Of a token, with a head's state S of
-// (keys, values) numbers:
+// Linear recurrences of heads behind a short convolution, in the place of attention or beside it: Mamba 2 (Dao and Gu
+// 2024, arXiv 2405.21060) and the gated delta rule (Yang et al. 2024, arXiv 2412.06464). Of a token, with a head's
+// state S of (keys, values) numbers:
 //
 //     S <- a S,   u = b v  or, with the delta rule,  b (v - S^T k),   S <- S + k u^T,   o = S^T q + D v
 //
-//     Mamba 2           a = e^(-A b), b = softplus(d + bias); k, q of a group of heads; y = norm(o silu(z))
+//     Mamba 2           a = e^(-A b), b = softplus(d + bias); k, q of a group of heads; y = norm(o silu(z)),
+//                       or norm(o) silu(z), or o silu(z)
 //     gated delta rule  a = e^(-A softplus(d + bias)), b = sigmoid(c); k = k / |k|, q = q / (|q| root of keys) of a
 //                       group of heads; y = norm(o) silu(z) of each head
 //
-// where q, k, v = silu(convolution) of the channels that `qkv` makes, z is the gate, d and c are the steps.
+// where q, k, v = silu(convolution) of the channels that `first` makes, z is the gate, d and c are the steps.
 //
 // The columns of S do not know each other: a task takes sixteen, which stay in the first cache, through all tokens of
 // a span. Form by chunks (2405.21060, section 6; the WY form of the delta rule) is for matrix units: for C tokens it
@@ -58,45 +59,46 @@ static inline F advance(float* S, std::int64_t keys, bool delta, const float* q,
     return (o[0] + o[1]) + (o[2] + o[3]);
 }
 
-inline void StepWorker::recurrence() {
-    const Recurrence& m = *layer().recurrence;
-    const Activations in = r.qkv_input_.view(layer().qkv, model.bits);
-    norm(layer().before_attention, batch.tokens, nullptr, in);
-    multiply(layer().qkv, in, batch.tokens, r.qkv_.data(), layer().qkv.rows, false);
-    if (m.steps.rows) {
-        const Activations steps = r.steps_input_.view(m.steps, model.bits);
-        norm(layer().before_attention, batch.tokens, nullptr, steps);
-        multiply(m.steps, steps, batch.tokens, r.steps_.data(), m.steps.rows, false);
+// The products of the residual stream, before attention adds to it.
+inline void StepWorker::project(const Recurrence& m) {
+    for (const auto& [linear, to] : {std::pair(&m.first, &r.projected_), std::pair(&m.steps, &r.steps_)}) {
+        if (!linear->rows) continue;
+        const Activations in = r.qkv_input_.view(*linear, model.bits);
+        norm(layer().before_attention, batch.tokens, nullptr, in);
+        multiply(*linear, in, batch.tokens, to->data(), linear->rows, false);
     }
+}
+
+inline void StepWorker::recur(const Recurrence& m) {
     const std::int64_t walked = r.walk_.back();
     worker.parallel_for(walked * m.groups, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
         for (std::int64_t task = first; task < last; task++) mix(m, task / m.groups, task % m.groups);
     });
     worker.parallel_for(batch.kept, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
         for (std::int64_t n = first; n < last; n++) {
-            float* to = batch.inputs + (n * model.stateful + layer().index) * model.carried;
+            float* to = batch.inputs + (n * model.stateful + layer().state_index) * model.carried;
             std::copy_n(channels_of(m, batch.keep[n]), m.channels(), to);
             std::copy_n(steps_of(m, batch.keep[n]), m.step_numbers(), to + m.channels());
         }
     });
     const std::int64_t slices = m.heads * m.values / WIDTH;
     worker.parallel_for(batch.spans * slices, Schedule::GUIDED, [&](std::int64_t first, std::int64_t last) {
-        for (std::int64_t task = first; task < last; task++) recur(m, task / slices, task % slices);
+        for (std::int64_t task = first; task < last; task++) walk(m, task / slices, task % slices);
     });
-    const Activations out = r.out_input_.view(layer().out, model.bits);
+    const Activations out = r.out_input_.view(m.out, model.bits);
     scratch.resize(m.heads * m.values);
     for_each_token(batch.tokens, m.heads * m.values, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
         normed(m, t, first, last, scratch.data());
         out.set(t, first, last, scratch.data());
     });
-    multiply_add(layer().out, out, nullptr);
+    multiply_add(m.out, out, nullptr);
 }
 
 inline const float* StepWorker::channels_of(const Recurrence& m, std::int64_t t) const {
-    return r.qkv_.data() + t * layer().qkv.rows + m.channels_at;
+    return r.projected_.data() + t * m.first.rows + m.channels_at;
 }
 inline const float* StepWorker::steps_of(const Recurrence& m, std::int64_t t) const {
-    return (m.steps.rows ? r.steps_.data() + t * m.steps.rows : r.qkv_.data() + t * layer().qkv.rows) + m.steps_at;
+    return (m.steps.rows ? r.steps_.data() + t * m.steps.rows : r.projected_.data() + t * m.first.rows) + m.steps_at;
 }
 
 // One of the tokens that a span runs, those before it first, and one group of its heads: the convolution, a and b.
@@ -105,7 +107,8 @@ inline void StepWorker::mix(const Recurrence& m, std::int64_t row, std::int64_t 
     const std::int64_t again = batch.again[span], index = row - r.walk_[span], past = model.width - 1;
     const std::int64_t stride = model.stateful * model.carried;
     const float* history = (const float*)batch.history[span];
-    const auto earlier = [&](std::int64_t at) { return history + (at + past) * stride + layer().index * model.carried; };
+    const std::int64_t begin = layer().state_index * model.carried;
+    const auto earlier = [&](std::int64_t at) { return history + (at + past) * stride + begin; };
     const auto token = [&](std::int64_t at) { return batch.first[span] + at - again; };
     const auto convolve = [&](std::int64_t first, std::int64_t count, float* to) {
         for (std::int64_t i = first; i < first + count; i += WIDTH) {
@@ -139,10 +142,10 @@ inline void StepWorker::mix(const Recurrence& m, std::int64_t row, std::int64_t 
 }
 
 // Sixteen columns of a head's state, through the tokens of a span.
-inline void StepWorker::recur(const Recurrence& m, std::int64_t span, std::int64_t slice) {
+inline void StepWorker::walk(const Recurrence& m, std::int64_t span, std::int64_t slice) {
     const std::int64_t again = batch.again[span], tokens = again + batch.count[span];
     const std::int64_t head = slice * WIDTH / m.values, group = head / (m.heads / m.groups), width = m.heads * m.values;
-    const std::int64_t numbers = m.keys * WIDTH, at = (layer().index * width / WIDTH + slice) * numbers;
+    const std::int64_t numbers = m.keys * WIDTH, at = (layer().state_index * width / WIDTH + slice) * numbers;
     columns.resize(numbers);
     const float* before = (const float*)batch.states[span];
     if (before)
@@ -162,7 +165,7 @@ inline void StepWorker::recur(const Recurrence& m, std::int64_t span, std::int64
         if (i < again) continue;
         if (m.skip) o = fma(v, broadcast(m.skip[head]), o);
         const std::int64_t t = batch.first[span] + i - again;
-        if (!m.delta) o = o * silu(load(r.qkv_.data() + t * layer().qkv.rows + m.gate_at + slice * WIDTH));
+        if (m.gated_norm) o = o * silu(load(r.projected_.data() + t * m.first.rows + m.gate_at + slice * WIDTH));
         store(r.recurred_.data() + t * width + slice * WIDTH, o);
     }
 }
@@ -170,13 +173,13 @@ inline void StepWorker::recur(const Recurrence& m, std::int64_t span, std::int64
 // Columns [first, last) of y.
 inline void StepWorker::normed(const Recurrence& m, std::int64_t t, std::int64_t first, std::int64_t last, float* to) {
     const float* o = r.recurred_.data() + t * m.heads * m.values;
-    const float* gate = r.qkv_.data() + t * layer().qkv.rows + m.gate_at;
+    const float* gate = r.projected_.data() + t * m.first.rows + m.gate_at;
     for (std::int64_t i = first; i < last;) {
         const std::int64_t group = i / m.norm_size * m.norm_size, end = std::min(last, group + m.norm_size);
-        const float inverse = inverse_rms(o + group, m.norm_size, m.eps);
+        const float inverse = m.norm ? inverse_rms(o + group, m.norm_size, m.eps) : 1.0f;
         for (; i < end; i += WIDTH) {
-            const F y = load(o + i) * inverse * load(m.norm + i);
-            store(to + i - first, m.delta ? y * silu(load(gate + i)) : y);
+            const F y = m.norm ? load(o + i) * inverse * load(m.norm + i) : load(o + i);
+            store(to + i - first, m.gated_norm ? y : y * silu(load(gate + i)));
         }
     }
 }

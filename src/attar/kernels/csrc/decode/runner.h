@@ -49,10 +49,10 @@ private:
         }
         for (std::int64_t i = 0; i < m.layers; i++) {
             const Layer& layer = m.layer[i];
-            grow(qkv_, tokens * layer.qkv.rows);
-            qkv_input_.reserve(layer.qkv, tokens, m.bits);
             if (layer.recurrence) reserve(*layer.recurrence);
-            out_input_.reserve(layer.out, tokens, m.bits);
+            grow(qkv_, tokens * layer.qkv.rows);
+            if (layer.qkv.rows) qkv_input_.reserve(layer.qkv, tokens, m.bits);
+            if (layer.out.rows) out_input_.reserve(layer.out, tokens, m.bits);
             if (layer.mixture) {
                 mixture_.reserve(*layer.mixture, tokens, m.hidden, m.bits);
                 continue;
@@ -66,10 +66,14 @@ private:
     }
 
     void reserve(const Recurrence& m) {
+        const std::int64_t tokens = batch_->tokens;
+        grow(projected_, tokens * m.first.rows);
+        grow(steps_, tokens * m.steps.rows);
         grow(mixed_, walk_.back() * (m.channels() + 2 * m.heads));
-        grow(recurred_, batch_->tokens * m.heads * m.values);
-        grow(steps_, batch_->tokens * m.steps.rows);
-        if (m.steps.rows) steps_input_.reserve(m.steps, batch_->tokens, model_.bits);
+        grow(recurred_, tokens * m.heads * m.values);
+        qkv_input_.reserve(m.first, tokens, model_.bits);
+        if (m.steps.rows) qkv_input_.reserve(m.steps, tokens, model_.bits);
+        out_input_.reserve(m.out, tokens, model_.bits);
     }
 
     // KV splits of every token: those of the longest sequence, or one where there are tasks enough.
@@ -94,8 +98,7 @@ private:
     ActivationBuffer qkv_input_, out_input_, gate_up_input_, down_input_, head_input_;
     MixtureBuffers mixture_;
     std::vector<std::int64_t> walk_;  // (spans + 1,) where the tokens that a recurrence runs for a span begin
-    std::vector<float> steps_, mixed_, recurred_;  // of recurrence.h: products; q, k, v, a and b of these; o
-    ActivationBuffer steps_input_;
+    std::vector<float> projected_, steps_, mixed_, recurred_;  // of recurrence.h: products; q, k, v, a, b of these; o
     LatentBuffers latents_;
     ActivationBuffer context_input_, markov_input_;  // of draft_block.h
 };

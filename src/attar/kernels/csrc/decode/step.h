@@ -2,8 +2,9 @@
 //
 // Phases of a layer: norm, q k v, rope and KV store, attention, merge of KV splits, out, norm, gate and up,
 // activation, down; mixtures of experts are in mixture.h, latent attention is in latents.h, recurrences are in
-// recurrence.h. The input of a product is prepared once (quantized, where
-// weights are): the workers divide the tokens, or with few tokens the columns.
+// recurrence.h. A layer has each part or none of it; a recurrence beside attention reads the same residual stream. The
+// input of a product is prepared once (quantized, where weights are): the workers divide the tokens, or with few
+// tokens the columns.
 
 #pragma once
 
@@ -23,7 +24,7 @@ constexpr std::int64_t GRAIN = 128;  // columns are divided at multiples of it, 
 // What one worker does in a step.
 class StepWorker {
 public:
-    static constexpr std::int64_t LAYER_PHASES = 24, MORE_PHASES = 6;  // at most
+    static constexpr std::int64_t LAYER_PHASES = 28, MORE_PHASES = 6;  // at most
 
     StepWorker(Runner& runner, ThreadPool::Worker& worker)
         : r(runner), model(runner.model_), batch(*runner.batch_), worker(worker),
@@ -34,13 +35,11 @@ public:
         embed();
         for (layer_index = 0; layer_index < model.layers; layer_index++) {
             if (layer().recurrence)
-                recurrence();
+                project(*layer().recurrence);
             else if (layer().kernel)
                 short_convolution();
-            else if (model.rank)
-                latent_attention();
-            else
-                attention();
+            if (attends()) model.rank ? latent_attention() : attention();
+            if (layer().recurrence) recur(*layer().recurrence);
             if (layer().mixture)
                 mixture();
             else if (layer().down.rows)
@@ -53,6 +52,7 @@ public:
 
 protected:
     const Layer& layer() const { return model.layer[layer_index]; }
+    bool attends() const { return layer().qkv.rows && (!layer().kernel || layer().recurrence); }
     std::int64_t q_width() const { return model.heads * model.head_dim; }
     std::int64_t qkv_width() const { return layer().qkv.rows; }
     // Of a head's output, which is multiplied by its sigmoid; 0: there are none. They follow the values.
@@ -169,7 +169,7 @@ protected:
         };
         const auto earlier = [&](std::int64_t span, std::int64_t k, std::int64_t i) {
             if (!batch.history[span]) return F{};
-            const std::int64_t row = (batch.again[span] + k) * model.stateful + layer().index;
+            const std::int64_t row = (batch.again[span] + k) * model.stateful + layer().state_index;
             return load((const float*)batch.history[span] + row * hidden + i);
         };
         scratch.resize(hidden);
@@ -188,7 +188,7 @@ protected:
         });
         worker.parallel_for(batch.kept, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
             for (std::int64_t n = first; n < last; n++) {
-                float* to = batch.inputs + (n * model.stateful + layer().index) * hidden;
+                float* to = batch.inputs + (n * model.stateful + layer().state_index) * hidden;
                 for (std::int64_t i = 0; i < hidden; i += WIDTH) store(to + i, input(batch.keep[n], i));
             }
         });
@@ -196,15 +196,15 @@ protected:
     }
 
     void mlp() {
-        const std::int64_t width = layer().down.columns;
+        const std::int64_t width = layer().down.columns, rows = layer().gate_up.rows;  // twice as many with a gate
         const Activations in = r.gate_up_input_.view(layer().gate_up, model.bits);
         const Activations inner = r.down_input_.view(layer().down, model.bits);
         norm(layer().before_mlp, batch.tokens, nullptr, in);
-        multiply(layer().gate_up, in, batch.tokens, r.gate_up_.data(), 2 * width, false);
+        multiply(layer().gate_up, in, batch.tokens, r.gate_up_.data(), rows, false);
         scratch.resize(width);
         for_each_token(batch.tokens, width, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
-            const float* gate = r.gate_up_.data() + t * 2 * width + first;
-            gated(gate, gate + width, last - first, model.activation, scratch.data());
+            const float* gate = r.gate_up_.data() + t * rows + first;
+            gated(gate, gate + rows - width, last - first, model.activation, scratch.data());
             inner.set(t, first, last, scratch.data());
         });
         multiply_add(layer().down, inner, layer().after_mlp);
@@ -221,11 +221,12 @@ protected:
     void combine(const float* outputs, const float* shared);
 
     // recurrence.h
-    void recurrence();
+    void project(const Recurrence& m);
+    void recur(const Recurrence& m);
     const float* channels_of(const Recurrence& m, std::int64_t t) const;
     const float* steps_of(const Recurrence& m, std::int64_t t) const;
     void mix(const Recurrence& m, std::int64_t row, std::int64_t group);
-    void recur(const Recurrence& m, std::int64_t span, std::int64_t slice);
+    void walk(const Recurrence& m, std::int64_t span, std::int64_t slice);
     void normed(const Recurrence& m, std::int64_t t, std::int64_t first, std::int64_t last, float* to);
 
     // latents.h

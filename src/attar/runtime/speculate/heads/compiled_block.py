@@ -41,7 +41,7 @@ def drafter_weights(head: BlockDrafter, target: ModelWeights, context: int) -> D
         context: most tokens of a sequence.
     """
     config, shape = head.config, head.config.shape
-    kind: Kind = "int4" if target.layers[-1].out.kind == "int4" else "int8"
+    kind: Kind = "int4" if target.layers[-1].products[0].kind == "int4" else "int8"
     markov = head.markov_head if head.markov_head is not None and head.markov_head.kind == "plain" else None
     if config.hidden % 16 or shape.head_dim % 2:
         return None
