@@ -10,9 +10,9 @@
 
 ``scripts/train_tiny.py --family qwen3_5`` and ``--family granitemoehybrid`` train the models; text is
 python-stdlib's held-out split. Matrices are rounded to nearest with a scale for 32 inputs (``--group``),
-vectors with one for the whole vector. Shapes of ``speed`` are those of Qwen3.5-4B, Granite 4.0-H-Micro and
-Mamba2-1.3B with few layers (``--layers``) of random weights: bfloat16 in the compiled step, float32 in
-modules, as a CPU has them unasked.
+vectors with one for the whole vector. Shapes of ``speed`` are those of Qwen3.5-4B, Granite 4.0-H-Micro,
+Mamba2-1.3B, Falcon-H1-1.5B and Nemotron-H-4B with few layers (``--layers``) of random weights: bfloat16 in
+the compiled step, float32 in modules, as a CPU has them unasked.
 """
 
 from __future__ import annotations
@@ -92,6 +92,19 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Mamba2Config",
         "Mamba2ForCausalLM",
         {"hidden_size": 2048, "num_heads": 64, "head_dim": 64, "state_size": 128, "n_groups": 1},
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
+        | {"head_dim": 128, "mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_head": 64}
+        | {"mamba_d_state": 256},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {"hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128}
+        | {"mamba_num_heads": 112, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
     ),
 }
 
@@ -237,9 +250,8 @@ def speed(options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         count = options.layers
         kinds = {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (count // 4)}
-        made = getattr(transformers, config)(
-            **sizes, num_hidden_layers=count, vocab_size=VOCABULARY, **({} if shape == "mamba2" else kinds)
-        )
+        kinds = kinds if shape in ("qwen3_5", "granite") else {}
+        made = getattr(transformers, config)(**sizes, num_hidden_layers=count, vocab_size=VOCABULARY, **kinds)
         model = getattr(transformers, model_class)(made).eval()
         blocks = -(-(options.prompt + options.steps) // 16)
         ours = compiled(

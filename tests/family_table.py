@@ -84,6 +84,7 @@ ROWS = {
     "LFM2-MoE": "lfm2_moe",
     "Mamba 2": "mamba2",
     "Falcon-H1": "falcon_h1",
+    "Nemotron-H": "nemotron_h",
     "Gemma 3 (with vision)": "gemma3_vision",
     "Mistral 3 (with vision)": "mistral3_vision",
     "Qwen3-VL": "qwen3_vl",
@@ -277,8 +278,11 @@ def gguf(tiny: Tiny) -> str:
     return "yes"
 
 
+EXACT: dict[str, Any] = {"kv_dtype": "float32", "activations": 16, "kv_tokens": 256}
+
+
 def _runs(tiny: Tiny, runner: str) -> str:
-    llm = LLM(tiny.path, runner=runner, kv_dtype="float32", kv_tokens=256)
+    llm = LLM(tiny.path, runner=runner, **EXACT)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     result = llm.generate([tiny.rows[0, :9].tolist()], params)[0]
     assert list(result.token_ids) == tiny.greedy
@@ -297,7 +301,7 @@ def modules(tiny: Tiny) -> str:
 
 def serve(tiny: Tiny) -> str:
     """A completion over HTTP is transformers' greedy one."""
-    llm = LLM(tiny.path, kv_dtype="float32", kv_tokens=256)
+    llm = LLM(tiny.path, **EXACT)
     settings = ServerSettings(port=0)
     words = ServerTokenizer(llm.tokenizer)
     app = create_app(EngineBackend(llm.streams()), settings, tokenizer=words, model="tiny")

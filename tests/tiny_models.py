@@ -203,6 +203,9 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 LAYERS = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
 MAMBA1 = {**SHARED, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 16, "time_step_rank": 8}
 
+NEMOTRON = {**HYBRID, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
+NEMOTRON |= {"n_groups": 1, "num_hidden_layers": 4, "time_step_min": 1e-9}
+
 # further families with states, of which the table of families has Qwen3.5 alone
 STATEFUL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": (
@@ -231,9 +234,14 @@ STATEFUL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h": (
         "NemotronHConfig",
         "NemotronHForCausalLM",
-        {**HYBRID, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
-        | {"n_groups": 1, "num_hidden_layers": 4, "time_step_min": 1e-9}
-        | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+        {**NEMOTRON, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+    ),
+    "nemotron_h_moe": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "moe"], "n_routed_experts": EXPERTS}
+        | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "n_group": 2}
+        | {"num_experts_per_tok": 3, "routed_scaling_factor": 2.5},
     ),
     "jamba": (
         "JambaConfig",

@@ -30,7 +30,8 @@ SMALL = {"group_size": 32, "samples": 4, "sequence_length": 32, "batch_size": 4,
 
 
 def quantized(tmp_path, family, **options):
-    layers = {} if "layer_types" in tiny_models.MIXTURES[family][2] else {"num_hidden_layers": 2}
+    plain = family in tiny_models.MIXTURES and "layer_types" not in tiny_models.MIXTURES[family][2]
+    layers = {"num_hidden_layers": 2} if plain else {}
     model, generator = tiny_models.build(family, **layers), torch.Generator().manual_seed(1)
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):  # of a router's choice
@@ -125,15 +126,17 @@ METHODS: list[dict[str, object]] = [
     {"method": "rtn", "scheme": "FP8"},
     {"method": "gptq", "bits": 6.0},
 ]
+CASES = [("mixtral", options) for options in METHODS]
+CASES += [("nemotron_h_moe", options) for options in METHODS if "kv_cache" not in options]  # without gates
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", METHODS, ids=str)
-def test_every_method_takes_experts(tmp_path, options):
-    model, out = quantized(tmp_path, "mixtral", **options)
+@pytest.mark.parametrize(("family", "options"), CASES, ids=str)
+def test_every_method_takes_experts(tmp_path, family, options):
+    model, out = quantized(tmp_path, family, **options)
     experts = [n for n in open_checkpoint(tmp_path / "model").tensors if ".experts." in n]
     kinds = {out.tensors[name].dtype for name in experts if name in out.tensors}
-    assert len(experts) == 2 * 8 * 3 and kinds <= {"I8", "F8_E4M3"}
+    assert len(experts) == 2 * 8 * (3 if family == "mixtral" else 2) and kinds <= {"I8", "F8_E4M3"}
     tokens = tiny_models.tokens(model, batch=4, length=32)
     p, q = (tiny_models.logits(one, tokens).log_softmax(-1) for one in (model, load_model(tmp_path / "out")))
     assert (p.exp() * (p - q)).sum(-1).mean() < 0.3

@@ -183,7 +183,8 @@ class BlockRunner:
         path, _, leaf = group[0].rpartition(".")
         number = int(path.rpartition(".")[2])
         expert = list(held[0].experts)[number]
-        widest = max(linear.weight.shape[1] for linear in expert.children())  # type: ignore[union-attr,index]
+        parts = [expert.get_submodule(name) for name in expert.names if name]  # not the activation
+        widest = max(part.weight.shape[1] for part in parts)  # type: ignore[union-attr,index]
         rows, seen = held[0].rows(number, int(self.state.experts.floor * int(widest)))
         inner = leaf == expert.names[2]
         streams = [inputs.inputs(rows, list(inputs.experts)[number] if inner else None) for inputs in held]

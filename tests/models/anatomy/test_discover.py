@@ -270,6 +270,7 @@ MIXERS = {  # of each block: what mixes its tokens, and its feed-forward half
     "lfm2": ["convolution", Attention, "convolution"],
     "mamba2": ["state space"] * 3,
     "falcon_h1": ["state space and attention"] * 3,
+    "nemotron_h": ["state space", "attention and no MLP", "nothing", "state space"],
     "deepseek_v2": [LatentAttention] * 3,
     "deepseek_v2_lite": [LatentAttention] * 3,
     "deepseek_v3": [LatentAttention] * 3,
@@ -278,7 +279,7 @@ FIRST_DENSE = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe", "lf
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("family", [*tiny_models.MIXTURES, *tiny_models.HYBRIDS])
+@pytest.mark.parametrize("family", ["nemotron_h", *tiny_models.MIXTURES, *tiny_models.HYBRIDS])
 def test_families_with_experts_and_with_other_layers(family):
     anatomy = discover(empty_model(tiny_models.config(family), unstacked=True))
     for block, expected in zip(anatomy.blocks, MIXERS.get(family, [Attention] * 3), strict=True):
@@ -289,8 +290,9 @@ def test_families_with_experts_and_with_other_layers(family):
                 _ = block.attention
         assert set(block.linears) <= {f"{block.name}.{path}" for path, _ in block.module.named_modules()}
         mixture = block.mixture
-        if family in tiny_models.HYBRIDS or (family in FIRST_DENSE and block.index == 0):
-            assert mixture is None and (block.feed_forward is None) == (family == "mamba2")
+        alone = family == "mamba2" or (family == "nemotron_h" and expected != "nothing")
+        if family not in tiny_models.MIXTURES or (family in FIRST_DENSE and block.index == 0):
+            assert mixture is None and (block.feed_forward is None) == alone
             continue
         if family == "llama4" and block.index == 2:
             continue

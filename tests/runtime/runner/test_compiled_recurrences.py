@@ -54,10 +54,8 @@ FALCON |= {"mamba_n_groups": 2, "num_hidden_layers": 2}
 BIASED = {"attention_bias": True, "mlp_bias": True, "projectors_bias": True, "mamba_proj_bias": True}
 NEMOTRON = {"n_groups": 2, "time_step_min": 0.3, "use_bias": True, "mlp_bias": True}
 NEMOTRON |= {"layers_block_type": ["mlp", "full_attention", "linear_attention"]}
-EXPERTS = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_group": 2}
-EXPERTS |= {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
-EXPERTS |= {"routed_scaling_factor": 2.5, "num_experts_per_tok": 3}
 QUANTIZED = ("qwen3_5", "granitemoehybrid", "qwen3_next", "qwen3_5_moe", "mamba2", "bamba", "falcon_h1")
+QUANTIZED += ("nemotron_h", "nemotron_h_moe")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ QUANTIZED = ("qwen3_5", "granitemoehybrid", "qwen3_next", "qwen3_5_moe", "mamba2
         ("falcon_h1", FALCON | {"mamba_rms_norm": True}),
         ("falcon_h1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
         ("nemotron_h", NEMOTRON),
-        ("nemotron_h", EXPERTS),
+        ("nemotron_h_moe", {}),
     ],
 )
 def test_other_shapes(family, changes):
@@ -103,13 +101,24 @@ def test_a_quantized_checkpoint_runs_as_its_modules(tmp_path, family):
     )
 
 
-def test_an_adapter_changes_the_layers_of_its_own_sequence():
-    """Logits are those of the merged weight, of rows that are sorted, beside a sequence without it."""
-    model, ids = built("qwen3_next"), tokens()
-    path = "model.layers.0.linear_attn.in_proj_qkvz"
-    A, B = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0))
-    adapter = LoraAdapter("name", {path: LoraUpdate(A, B.T.repeat(3, 1))}, "digest")
-    folder = model.state_dict()
+@pytest.mark.parametrize(
+    ("family", "module", "prefix"),
+    [
+        ("qwen3_next", "linear_attn.in_proj_qkvz", "model."),
+        ("falcon_h1", "mamba.in_proj", "model."),
+        ("nemotron_h", "mixer.in_proj", "backbone."),
+    ],
+)
+def test_an_adapter_changes_the_layers_of_its_own_sequence(family, module, prefix):
+    """Logits are those of the merged weight, of rows that are sorted or have factors, beside a sequence
+    without it."""
+    changes = FALCON if family == "falcon_h1" else {}
+    model, ids, path = built(family, **changes), tokens(), f"model.layers.0.{module}"
+    drawn = torch.Generator().manual_seed(0)
+    A, B = torch.randn(4, 64, generator=drawn), torch.randn(64, 4, generator=drawn)
+    B = B.repeat(6, 1)[: len(model.get_submodule(path).weight)]
+    adapter = LoraAdapter("name", {path: LoraUpdate(A, B)}, "digest")
+    folder = {name.replace("model.", prefix, 1): tensor for name, tensor in model.state_dict().items()}
     actual = runner(model)
 
     def build(names, read):
@@ -122,10 +131,10 @@ def test_an_adapter_changes_the_layers_of_its_own_sequence():
         run(actual, *((number, row, a, b, blocks, more) for number, row, blocks, more in parts)).chunk(2)
         for a, b in ((0, 9), (9, 10), (10, LENGTH))
     ]
-    merged = built("qwen3_next")
+    merged = built(family, **changes)
     with torch.no_grad():
         weight = merged.get_submodule(path).weight
-        weight.copy_((weight + B.T.repeat(3, 1) @ A).bfloat16().float())
+        weight.copy_((weight + B @ A).bfloat16().float())
     for index, each in enumerate((model, merged)):
         ours = torch.cat([chunks[index] for chunks in rows])
         torch.testing.assert_close(ours, logits_of(each, ids), rtol=0, atol=1e-3)

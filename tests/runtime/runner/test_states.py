@@ -23,7 +23,13 @@ FEW = ("qwen3_next", "lfm2", "falcon_h1", "jamba", "mamba2")  # delta rule, conv
 OTHERS = ("granitemoehybrid", "lfm2_moe", *(family for family in tiny_models.STATEFUL if family not in FEW))
 COMPILED = ("lfm2 compiled", "qwen3_5 compiled", "granitemoehybrid compiled", "falcon_h1 compiled")
 COMPILED += ("mamba2 compiled",)
-COMPILED += ("nemotron_h compiled", "bamba compiled", "lfm2_moe compiled", "qwen3_next compiled")
+COMPILED += (
+    "nemotron_h compiled",
+    "nemotron_h_moe compiled",
+    "bamba compiled",
+    "lfm2_moe compiled",
+    "qwen3_next compiled",
+)
 if build_kernels("decode") is not None:
     FEW = (*FEW, *COMPILED[:4])
     OTHERS = (*OTHERS, *COMPILED[4:])

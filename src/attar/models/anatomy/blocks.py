@@ -178,12 +178,15 @@ def in_order(
 def other_mixers(block: nn.Module) -> dict[str, str]:
     """Children of a block that mix tokens without attention, and their kind."""
     kinds = {}
+    alone = [is_norm(child) for child in block.children()] in ([True, False], [False, True])
     for name, child in block.named_children():
         parameters = [path.rpartition(".")[2] for path, _ in child.named_parameters()]
         if "A_log" in parameters:
             kinds[name] = "state space" if "D" in parameters else "linear attention"
         elif any(isinstance(module, nn.Conv1d) for module in child.children()):
             kinds[name] = "convolution"
+        elif alone and "Attention" in type(child).__name__:  # a norm and it (Nemotron-H)
+            kinds[name] = "attention and no MLP"
     return kinds
 
 
@@ -209,6 +212,8 @@ def read_mixer(
         holder = sublayer.only("o_b").name.rpartition(".")[0]
         return NonAttentionMixer("attention to compressed keys", holder, (*inside, *linears))
     types = getattr(config, "layer_types", None) or []
+    if index < len(types) and types[index] in ("mlp", "moe"):
+        return NonAttentionMixer("nothing", name, ())
     if index < len(types) and "linear" in str(types[index]):
         kinds.append("linear attention")
     elif sublayer.paths("q") and sublayer.only("q").out_features == 2 * sublayer.only("o").in_features:

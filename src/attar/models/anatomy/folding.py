@@ -181,10 +181,10 @@ def _outputs(module: Any) -> int:
 
 def norm_fold(probe: BlockProbe, block: Block, base: BlockResponse, norm: str) -> Fold | None:
     """The fold of a norm, where all that its output reaches are Linears."""
-    offset = norm_offset(probe.model.get_submodule(norm))
-    if offset is None:
+    module, width = probe.model.get_submodule(norm), probe.anatomy.hidden_size
+    offset = norm_offset(module)
+    if offset is None or _outputs(module) != width:  # not over the residual stream: Mamba 2's
         return None
-    width = probe.anatomy.hidden_size
     factor = _factors(width)
     seen = probe.run(block, {norm: lambda x: x * factor})
     consumers = _reached(block, base, seen, factor)

@@ -149,7 +149,7 @@ class NonAttentionMixer:
 
     Attributes:
         kind: ``"state space"``, ``"linear attention"``, ``"convolution"``, ``"gated attention"``, or two of
-            them joined by ``and``.
+            them joined by ``and``; ``"attention and no MLP"`` or ``"nothing"`` where a block has one part.
         name: path of the module.
         linears: paths of its Linears.
     """

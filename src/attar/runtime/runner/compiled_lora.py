@@ -75,9 +75,12 @@ class CompiledLora(Generic[AnyProgram]):
                 raise unsupported(adapter.name, f"a whole tensor (modules_to_save), {name!r}")
         updates: dict[str, tuple[str, LoraUpdate]] = {}  # by the tensor that changes: its source
         for path, update in adapter.updates.items():
-            updates[f"{path}.weight"] = self._source(adapter, path, update), update
+            source = self._source(adapter, path, update)
+            tied = source == EMBEDDING  # the head gets a tensor of its own
+            updates[f"{path}.weight" if tied else source] = source, update
             if update.bias is not None:
-                updates[f"{path}.bias"] = f"{path}.bias", update
+                name = self._stored(f"{path}.bias")
+                updates[name] = name, update
 
         def load(name: str) -> Tensor:
             if name not in updates:
@@ -100,8 +103,11 @@ class CompiledLora(Generic[AnyProgram]):
         return source
 
     def _stored(self, name: str) -> str:
-        """The tensor of a parameter; of a tied head, the embedding."""
-        return EMBEDDING if name == HEAD and HEAD not in self._infos else name
+        """The tensor of a parameter; of a tied head, the embedding. Nemotron-H stores another prefix."""
+        if name in self._infos:
+            return name
+        older = f"backbone.{name.removeprefix('model.')}"
+        return older if older in self._infos else EMBEDDING if name == HEAD else name
 
     def add(self, key: str, weights: ModelWeights) -> None:
         """Make prepared weights ready for spans with a key, which is new."""

@@ -30,7 +30,7 @@ from attar.kernels.product import ThreadPool
 from attar.models.anatomy.roles import is_linear
 from attar.models.loading.configs import load_config
 from attar.models.loading.empty import empty_model
-from attar.models.loading.stored import stored_names
+from attar.models.loading.stored import stored_buffers, stored_names
 from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.sparse_choice import sparse_pays
 
@@ -143,9 +143,8 @@ class _WeightLoader:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.shapes = {name: x.shape for name, x in (*parameters.items(), *model.named_buffers())}
         self.tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
-        self.paths = {
-            stored: name for name, stored in stored_names(model, self.decoded, strict=False).items()
-        }
+        stored = stored_names(model, self.decoded, strict=False) | stored_buffers(model, self.decoded)
+        self.paths = {tensor: name for name, tensor in stored.items()}
 
     def load(self, name: str) -> None:
         """Load one tensor; a bias is loaded with the weight of its Linear."""
