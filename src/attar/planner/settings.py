@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
-from attar.options import check_choices
+from attar.options import check_choices, setting
 from attar.quantization.settings import GROUP_ORDERED
 from attar.walks.settings import check_range
 
@@ -32,43 +31,39 @@ METHODS = ("rtn", *(name for name in GROUP_ORDERED if name != "yaqa"))
 """Roundings of a plan's recipe."""
 
 
-def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     """What a model may take and lose, and where it will run."""
 
-    size: str = _option("", "bytes of weights and KV cache together, such as 5GB; empty: any")
-    quality: str = _option(
+    size: str = setting("", "bytes of weights and KV cache together, such as 5GB; empty: any")
+    quality: str = setting(
         "",
         "the most that may be lost, such as kl<=0.05 (nats a token); empty: any, or kl<=0.02 without size",
     )
-    speed: str = _option("", "tokens a second of all sequences, such as decode>=40; empty: any")
-    context: int | str = _option(0, "tokens of a sequence, such as 32k, whose KV cache counts; 0: none")
-    batch: int = _option(1, "sequences at a time")
-    engine: str = _option("attar", "the engine that will run it", ENGINES)
-    hardware: str = _option(
+    speed: str = setting("", "tokens a second of all sequences, such as decode>=40; empty: any")
+    context: int | str = setting(0, "tokens of a sequence, such as 32k, whose KV cache counts; 0: none")
+    batch: int = setting(1, "sequences at a time")
+    engine: str = setting("attar", "the engine that will run it", ENGINES)
+    hardware: str = setting(
         "this", "the machine that will run it: this, or a file that attar bench --kernels made there"
     )
-    method: str = _option("gptq", "how the recipe rounds weights", METHODS)
-    prune: str = _option(
+    method: str = setting("gptq", "how the recipe rounds weights", METHODS)
+    prune: str = setting(
         "",
         "shares of the parameters, such as 0.1,0.25: models cut by so much are tried beside the whole one; "
         "empty: none",
     )
-    recover_tokens: int = _option(
+    recover_tokens: int = setting(
         0, "tokens on which a cut model learns from the original, before it is compared and in the recipe"
     )
-    check: int = _option(3, "neighbours of the plan that are measured as a whole to correct the prediction")
+    check: int = setting(3, "neighbours of the plan that are measured as a whole to correct the prediction")
     data: str = data_field()
     bos: str = bos_field()
-    samples: int = _option(8, "calibration sequences that losses are measured on, at most 32")
-    sequence_length: int = _option(128, "tokens in a calibration sequence, at most the context")
-    batch_size: int = _option(8, "sequences in one pass")
-    seed: int = _option(0, "seed of the choice of text")
-    device: str = _option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:1")
+    samples: int = setting(8, "calibration sequences that losses are measured on, at most 32")
+    sequence_length: int = setting(128, "tokens in a calibration sequence, at most the context")
+    batch_size: int = setting(8, "sequences in one pass")
+    seed: int = setting(0, "seed of the choice of text")
+    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda or cuda:1")
 
     def __post_init__(self) -> None:
         check_choices(self)
