@@ -214,11 +214,12 @@ def read_mixer(
     types = getattr(config, "layer_types", None) or []
     if index < len(types) and types[index] in ("mlp", "moe"):
         return NonAttentionMixer("nothing", name, ())
+    queries = () if sublayer.paths("kv_a") else sublayer.paths("q")  # behind latents they have other widths
     if index < len(types) and "linear" in str(types[index]):
         kinds.append("linear attention")
-    elif sublayer.paths("q") and sublayer.only("q").out_features == 2 * sublayer.only("o").in_features:
+    elif queries and sublayer.only("q").out_features == 2 * sublayer.only("o").in_features:
         kinds.append("gated attention")  # queries and a gate for each of their channels share a projection
-    elif sublayer.paths("q") and not (sublayer.paths("k") and sublayer.paths("v")):
+    elif queries and not (sublayer.paths("k") and sublayer.paths("v")):
         kinds.append("attention without its own keys and values")
     elif others:
         kinds.append("attention")
