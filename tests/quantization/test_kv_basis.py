@@ -7,7 +7,8 @@ import torch
 
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, ModelError, SettingsError
-from attar.quantization.kv_basis import KeyStatistics, check_cache
+from attar.progress import SILENT
+from attar.quantization.kv_basis import KeyStatistics, basis_over, check_cache
 from attar.quantization.plan import plan
 from attar.quantization.stage import quantize
 from attar.runtime.kv.basis_file import read_basis
@@ -23,15 +24,30 @@ def test_the_formulas():
     statistics = KeyStatistics()
     for queries, keys in zip(q, k, strict=True):
         statistics.observe(0, None, queries, keys)
+        statistics.observe(0, None, queries[:1] + 1, keys[:1] + 1)
     basis = statistics.basis()
-    mean = k.mean((0, 1))
-    torch.testing.assert_close(basis.centers[:, 0].double(), torch.stack((mean, k[:, 0].mean(0))))
-    spread = (k - mean).square().mean((0, 1))
-    products = q.unflatten(2, (2, 2)).square().mean((0, 1, 3))
+    later, first = k[:, 1:], k[:, 0] + 1  # a first token counts where it is alone
+    mean = later.mean((0, 1))
+    torch.testing.assert_close(basis.centers[:, 0].double(), torch.stack((mean, first.mean(0))))
+    spread = (later - mean).square().mean((0, 1))
+    products = q[:, 1:].unflatten(2, (2, 2)).square().mean((0, 1, 3))
     want = (products / spread) ** 0.25
     want /= want.log().mean(-1, keepdim=True).exp()
     torch.testing.assert_close(basis.factors[0].double(), want)
     assert (basis.factors[0, :, 3] < 0.9).all()
+
+
+def test_rows_begin_all_over_the_context(tmp_path, monkeypatch):
+    """A mean of few positions is another one, and a first token is at position 0."""
+    checkpoint = open_checkpoint(tiny_models.save(tiny_models.build("llama3"), tmp_path / "model"))
+    spans = []
+    monkeypatch.setattr(KeyStatistics, "observe", lambda self, layer, span, *_: spans.append(span))
+    monkeypatch.setattr(KeyStatistics, "basis", lambda self: None)
+    context, row = checkpoint.config["max_position_embeddings"], list(range(24))
+    basis_over(checkpoint, [row] * 3, SILENT)
+    assert {(span.start, span.stop) for span in spans if span.stop - span.start == 1} == {(0, 1)}
+    starts = {span.start for span in spans if span.stop - span.start > 1}
+    assert starts == {0, (context - 24) // 2, context - 24}
 
 
 def test_a_checkpoint_keeps_it_and_the_runtime_reads_it(tmp_path):

@@ -2,11 +2,14 @@
 
     c_0 = mean of k,   c_1 = mean of the keys at position 0,   d_i = (sum q_i^2 / sum (k_i - c_0i)^2)^(1/4)
 
-for each layer and kv head, over all tokens and the queries of the head's group; d is divided by its geometric
-mean and bounded. With codes of s steps in all channels of (k - c) D, the error of a score is that of
-sum_i q_i^2 / d_i^2 at a step that grows with sum_i d_i^2 k_i^2: their product is least with this d, which is
-the scaling of SmoothQuant (Xiao et al. 2022, arXiv 2211.10438) with root mean squares in the place of the
-largest numbers.
+for each layer and kv head, over all tokens but the first of a row and the queries of the head's group; d is
+divided by its geometric mean and bounded. The rotary embedding turns means from one position to the next, so
+rows are spread over as many positions as fixed tokens are (key_means.py), unless a layer has a window; the
+first token of each is at position 0 as well, alone.
+
+With codes of s steps in all channels of (k - c) D, the error of a score is that of sum_i q_i^2 / d_i^2 at a
+step that grows with sum_i d_i^2 k_i^2: their product is least with this d, which is SmoothQuant's scaling
+(Xiao et al. 2022, arXiv 2211.10438) with root mean squares in the place of the largest numbers.
 
 The model runs through the runtime's modules, with an exact cache, and what the runtime does to keys before
 they are stored is done here.
@@ -29,7 +32,9 @@ from attar.runtime.kv.blocks import blocks_for
 from attar.runtime.kv.store.rotated import CacheBasis
 from attar.runtime.loading import load
 from attar.runtime.runner.kept_shapes import probed_shape
+from attar.runtime.runner.key_means import POSITIONS
 from attar.runtime.runner.modules import Modules
+from attar.runtime.runner.probe import probe
 from attar.runtime.step import StepInput, TokenSpan
 
 BLOCK = 16
@@ -44,19 +49,21 @@ class KeyStatistics:
         self.sums: dict[int, dict[str, Tensor]] = {}
 
     def observe(self, layer: int, span: TokenSpan, q: Tensor, k: Tensor, *_: Any) -> None:
-        """q (t, h, d) of a sequence over its keys k (t, kv_heads, d)."""
-        k, queries = k.double(), q.double().unflatten(1, (k.shape[1], -1))
-        parts = {
-            "tokens": torch.tensor(float(len(k))),
-            "k": k.sum(0),
-            "kk": k.square().sum(0),
-            "qq": queries.square().sum((0, 2)),
-            "first": k[0],
-            "sequences": torch.tensor(1.0),
-        }
-        known = self.sums.setdefault(layer, {name: torch.zeros_like(part) for name, part in parts.items()})
+        """q (t, h, d) of a sequence over its keys k (t, kv_heads, d); of one token alone its key counts as a
+        first one."""
+        if len(k) == 1:
+            parts = {"first": k[0].double(), "sequences": torch.tensor(1.0)}
+        else:
+            k, queries = k[1:].double(), q[1:].double().unflatten(1, (k.shape[1], -1))
+            parts = {
+                "tokens": torch.tensor(float(len(k))),
+                "k": k.sum(0),
+                "kk": k.square().sum(0),
+                "qq": queries.square().sum((0, 2)),
+            }
+        known = self.sums.setdefault(layer, {})
         for name, part in parts.items():
-            known[name] += part
+            known[name] = known.get(name, 0) + part
 
     def basis(self) -> CacheBasis:
         """The formulas above."""
@@ -112,15 +119,18 @@ def calibrate_basis(
 def basis_over(checkpoint: Checkpoint, rows: Sequence[Sequence[int]], progress: Progress) -> CacheBasis:
     """The basis of a model over rows of tokens; raises as :func:`calibrate_basis`."""
     longest = max(map(len, rows))
-    runner = load(
-        checkpoint, runner="modules", kv_dtype="float32", kv_tokens=longest, block_size=BLOCK
-    ).runner
+    room = longest + 2 * BLOCK
+    runner = load(checkpoint, runner="modules", kv_dtype="float32", kv_tokens=room, block_size=BLOCK).runner
     assert isinstance(runner, Modules)
+    shape = probe(runner.model)
+    last_start = 0 if any(shape.windows) else max(min(shape.context or 0, POSITIONS) - longest, 0)
     statistics = KeyStatistics()
     runner._observer = statistics  # type: ignore[assignment]
     with progress.task("keys", len(rows)) as task:
-        for row in rows:
-            blocks = tuple(range(blocks_for(len(row), BLOCK)))
-            runner.run(StepInput(row, (TokenSpan(0, 0, len(row), blocks),)))
+        for index, row in enumerate(rows):
+            start = index * last_start // max(len(rows) - 1, 1)
+            blocks = tuple(range(1, 1 + blocks_for(len(row), BLOCK)))
+            row_span = TokenSpan(1, start, start + len(row), blocks, kept=0 if start else None)
+            runner.run(StepInput([row[0], *row], (TokenSpan(0, 0, 1, (0,)), row_span)))
             task.advance()
     return statistics.basis()
