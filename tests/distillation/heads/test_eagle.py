@@ -184,7 +184,7 @@ def test_the_layers_that_are_read_are_the_published_ones():
 
 
 def test_options_that_exclude_each_other_are_refused():
-    with pytest.raises(SettingsError, match=r"norms is 'twice', but must be plain or residual"):
+    with pytest.raises(SettingsError, match=r"norms is 'twice', but must be plain, residual, states or 3.1"):
         Eagle3Settings(norms="twice")
     with pytest.raises(SettingsError, match="EAGLE drafts with its model's own head"):
         EagleSettings(draft_vocabulary=100)

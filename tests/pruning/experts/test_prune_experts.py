@@ -258,7 +258,7 @@ def test_groups_by_hand():
         ({"experts": 2, "active": 3}, "active is 3, but must be 1 to 2"),
         ({"experts": 1}, "active is 2, but must be 1 to 1"),
         ({"ratio": 0.0}, "--active"),
-        ({"criterion": "wanda"}, "reap or output or frequency"),
+        ({"criterion": "wanda"}, "auto, reap, output, frequency, gates or cluster"),
         ({"reconstruct": "linear"}, "attar recover"),
     ],
 )
