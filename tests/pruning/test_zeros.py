@@ -224,7 +224,7 @@ REFUSED = [
     ({"scope": "global", "allocation": "owl"}, "layer with allocation owl"),
     ({"ignore": ("lm_head",)}, "a pattern that some Linear's name matches"),
     ({"ignore": ("re:(",)}, "a regular expression"),
-    ({"allocation": "best"}, "uniform or owl or measured"),
+    ({"allocation": "best"}, "uniform, owl or measured"),
 ]
 
 
