@@ -6,12 +6,13 @@
     python benchmarks/plan.py --engine llama.cpp --method rtn   # the bytes of llama.cpp's own mixes
     python benchmarks/plan.py --rivals auto-round --schemes     # the bytes of what AutoScheme chooses
 
-First the rivals are made and measured: one scheme for all layers (``--schemes``), for llama.cpp its own mixes
-(``--types``, with an importance matrix), and what another tool's search chooses (``--rivals``, ``--bits``):
-its bits of each layer in attar's schemes, rounded by the same ``--method``, so that choices alone are
-compared. Budgets are the bytes of the rivals and the geometric means of neighbours, ``--count`` of them, or
-``--budgets``. Then a plan of each budget is made and run. Runs and rivals are kept in ``--out``: what is done
-is not done again. Predictions see no run of this benchmark: each is what a new user gets.
+First the rivals are made and measured: one scheme for all layers (``--schemes``; with ``--embedding-bits 8``
+the embedding in int8, as plans have it), for llama.cpp its own mixes (``--types``, with an importance
+matrix), and what another tool's search chooses (``--rivals``, ``--bits``): its bits of each layer in attar's
+schemes, rounded by the same ``--method``, so that choices alone are compared. Budgets are the bytes of the
+rivals and the geometric means of neighbours, ``--count`` of them, or ``--budgets``. Then a plan of each
+budget is made and run. Runs and rivals are kept in ``--out``: what is done is not done again. Predictions see
+no run of this benchmark: each is what a new user gets.
 
 Prints, for each budget: bytes predicted and in the files; KL predicted with its interval, and measured; the
 factor between them; the best rival that fits and its KL; ln(measured / loss), of which the priors of
@@ -86,6 +87,9 @@ def main() -> None:
     parser.add_argument("--engine", default="attar", choices=("attar", "llama.cpp"))
     parser.add_argument("--method", default="gptq")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES_OF["attar"], choices=SCHEMES_OF["attar"])
+    parser.add_argument(
+        "--embedding-bits", nargs="*", type=int, default=[0], choices=(0, 8), help="of schemes"
+    )
     parser.add_argument("--types", nargs="*", default=TYPES, help="mixes of llama.cpp, for its engine")
     parser.add_argument("--rivals", nargs="*", default=[], choices=("auto-round",))
     parser.add_argument("--bits", nargs="*", type=float, default=[3.0, 5.0], help="average, of the rivals")
@@ -131,7 +135,9 @@ def made_rivals(options: argparse.Namespace) -> Iterator[Rival]:
     if options.engine == "llama.cpp":
         makers |= {f"llama.cpp {kind}": (llama_cpp_mix, kind) for kind in options.types}
     else:
-        makers |= {scheme: (uniform, scheme) for scheme in options.schemes}
+        for bits in options.embedding_bits:
+            also = f" and an int{bits} embedding" if bits else ""
+            makers |= {f"{scheme}{also}": (uniform, scheme, bits) for scheme in options.schemes}
         for tool in options.rivals:
             makers |= {f"{tool} {bits:g} bits": (searched, tool, bits) for bits in options.bits}
     for name, (maker, *arguments) in makers.items():
@@ -143,9 +149,10 @@ def made_rivals(options: argparse.Namespace) -> Iterator[Rival]:
         yield Rival(name, **json.loads(file.read_text()))
 
 
-def uniform(scheme: str, options: argparse.Namespace, out: Path) -> tuple[int, float]:
+def uniform(scheme: str, embedding_bits: int, options: argparse.Namespace, out: Path) -> tuple[int, float]:
     """One scheme for all layers."""
-    return run_stage({"stage": "quantize", "scheme": scheme, "method": options.method}, options, out)
+    stage = {"stage": "quantize", "scheme": scheme, "method": options.method}
+    return run_stage({**stage, "embedding_bits": embedding_bits}, options, out)
 
 
 def searched(tool: str, bits: float, options: argparse.Namespace, out: Path) -> tuple[int, float]:
