@@ -1,26 +1,42 @@
-"""The library compiled for lesser processors: products and a whole step are what this one's are."""
+"""Sources compile for every level of this family; compiled for lesser processors, products and a whole step
+are what this one's are."""
 
 import itertools
 import platform
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from attar.kernels import build
 from attar.kernels.build import load
+from attar.kernels.levels import LEVELS
 from attar.kernels.packed import pack, pack_codes
 from attar.kernels.product import ThreadPool, reference
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.cases import mostly_slow
 from tests.kernels.test_product import case, rounded
 
+SOURCES = sorted(path.stem for path in build.SOURCES.glob("*.cpp"))
 TARGETS = ("x86-64", "x86-64-v3", "x86-64-v4")
 FEATURES = {
     "x86-64": (),
     "x86-64-v3": ("avx2", "fma", "f16c"),
     "x86-64-v4": ("avx512bw", "avx512dq", "avx512vl"),
 }
+
+
+@pytest.mark.skipif(not any(map(build.shutil.which, build.COMPILERS)), reason="no C++ compiler")
+@pytest.mark.parametrize("name", mostly_slow(SOURCES, ["decode"]))
+def test_every_level_compiles(name):
+    flags = [level.flags for level in LEVELS if level.machine == platform.machine()]
+    for each in [build.NATIVE[:1], *flags]:
+        command = [build._compiler(), *build.FLAGS[:1], "-fsyntax-only", "-Wno-psabi", *each]
+        ended = subprocess.run([*command, build.SOURCES / f"{name}.cpp"], capture_output=True, text=True)
+        assert not ended.returncode, (each, ended.stderr)
 
 
 @pytest.fixture(params=TARGETS)

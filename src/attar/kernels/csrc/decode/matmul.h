@@ -93,8 +93,8 @@ static inline void product_bf16(const std::uint8_t* panel, const Activations& in
                 out[m][0] = dot2(out[m][0], low, pair);
                 out[m][1] = dot2(out[m][1], high, pair);
             } else {
-                const F even = ROUNDED ? (F)(I(pair) << 16) : broadcast(x[m * columns + k]);
-                const F odd = ROUNDED ? (F)(I(pair) & ~0xffff) : broadcast(x[m * columns + k + 1]);
+                const F even = ROUNDED ? (F)(broadcast_ints(pair) << 16) : broadcast(x[m * columns + k]);
+                const F odd = ROUNDED ? (F)(broadcast_ints(pair) & ~0xffff) : broadcast(x[m * columns + k + 1]);
                 out[m][0] = fma((F)(low & ~0xffff), odd, fma((F)(low << 16), even, out[m][0]));
                 out[m][1] = fma((F)(high & ~0xffff), odd, fma((F)(high << 16), even, out[m][1]));
             }
