@@ -2,6 +2,7 @@
 
     python benchmarks/real.py --parts kv
     python benchmarks/real_kv.py --tables formats --lengths 4096 8192 --formats bfloat16 int8 "llama.cpp Q8_0"
+    python benchmarks/real_kv.py --tables formats --lengths 2048 --formats "int4 calibrated" "int4 5 bits"
     python benchmarks/real_kv.py --tables eviction --texts wikitext python --lengths 4096 --count 2
     python benchmarks/real_kv.py --tables needle --cases 16 --prompt 2048 --methods SnapKV Reread
     python benchmarks/real_kv.py --tables recall --cases 16 --prompt 2048 --formats int8 kivi2 int4
@@ -26,7 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ from attar.data.python_text import texts as python_files
 from attar.models.loading.load import load_tokenizer
 from attar.progress import SILENT
 from attar.quantization.kv_basis import basis_over
+from attar.quantization.kv_bits import choose_formats, layer_losses
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.memory import LayerShape, block_bytes
+from attar.runtime.kv.pool import KVPool
 from attar.runtime.kv.store import STORES
+from attar.runtime.kv.store.mixed import MixedStore
 from attar.runtime.kv.store.rotated import CacheBasis, RotatedStore
 from attar.runtime.loading import load
 from attar.runtime.runner.modules import Modules
@@ -55,7 +59,8 @@ from attar.runtime.runner.probe import Rotary
 from attar.runtime.step import StepInput, TokenSpan
 
 MODEL = "attar:smollm2"
-CALIBRATED = "int4 calibrated"  # as quantize --kv-cache int4 does, on WikiText-2's validation text
+# As quantize --kv-cache int4 --kv-bits BITS does, on WikiText-2's validation text; 0: int4 in all.
+CALIBRATED = {"int4 calibrated": 0.0, "int4 5 bits": 5.0, "int4 6 bits": 6.0}
 PEER = "llama.cpp"
 PEERS = {f"{PEER} {kind}": bits for kind, bits in (("F16", 16.0), ("Q8_0", 8.5), ("Q4_0", 4.5))}
 CHUNK, BLOCK = 512, 32
@@ -148,7 +153,7 @@ def kv(rest: list[str]) -> str:
     parser.add_argument("--count", type=int, default=1, help="texts of each kind and length")
     parser.add_argument("--tail", type=int, default=128)
     parser.add_argument(
-        "--formats", nargs="+", default=list(STORES)[1:], choices=[*STORES, CALIBRATED, *PEERS]
+        "--formats", nargs="+", default=list(STORES)[1:], choices=[*STORES, *CALIBRATED, *PEERS]
     )
     parser.add_argument("--cases", type=int, default=16, help="needles")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens in front of a needle's question")
@@ -165,20 +170,38 @@ def runner(
     options = {"runner": "modules", "dtype": "float32", "kv_dtype": kv_dtype.split()[0], "block_size": BLOCK}
     runner = load(MODEL, kv_tokens=4 * length, eviction=eviction, **options).runner
     assert isinstance(runner, Modules)
-    if kv_dtype == CALIBRATED:
-        assert isinstance(runner.pool.store, RotatedStore)
-        runner.pool.store.basis = calibrated_basis(data)
+    if kv_dtype in CALIBRATED:
+        basis, pool = calibrated_basis(data, CALIBRATED[kv_dtype]), runner.pool
+        runner.pool = KVPool(pool.geometry, "int4", dtype=pool.dtype, formats=basis.formats)
+        assert isinstance(runner.pool.store, RotatedStore | MixedStore)
+        runner.pool.store.basis = basis
     return runner
 
 
 @functools.cache
-def calibrated_basis(data: Path) -> CacheBasis:
-    """Over four rows of 2,048 tokens."""
-    tokens = load_tokenizer(MODEL)((data / "wikitext-2" / "valid.txt").read_text(), verbose=False)[
-        "input_ids"
-    ]
-    rows = [tokens[start : start + 2048] for start in range(0, 4 * 2048, 2048)]
-    return basis_over(open_checkpoint(MODEL), rows, SILENT)
+def calibration_rows(data: Path) -> list[list[int]]:
+    """Four of 2,048 tokens."""
+    text = (data / "wikitext-2" / "valid.txt").read_text()
+    tokens = load_tokenizer(MODEL)(text, verbose=False)["input_ids"]
+    return [tokens[start : start + 2048] for start in range(0, 4 * 2048, 2048)]
+
+
+@functools.cache
+def measured_layers(data: Path) -> list[float]:
+    """What each layer loses in int4, over two rows."""
+    basis, rows = calibrated_basis(data, 0.0), calibration_rows(data)[:2]
+    return layer_losses(open_checkpoint(MODEL), basis, rows, SILENT)
+
+
+@functools.cache
+def calibrated_basis(data: Path, kv_bits: float) -> CacheBasis:
+    """With the formats of layers under an average; 0: int4."""
+    if not kv_bits:
+        return basis_over(open_checkpoint(MODEL), calibration_rows(data), SILENT)
+    basis = calibrated_basis(data, 0.0)
+    choice = choose_formats(measured_layers(data), basis, kv_bits)
+    print(kv_bits, choice.report(), file=sys.stderr, flush=True)
+    return replace(basis, formats=choice.formats)
 
 
 def passages(source: str, length: int, count: int, data: Path) -> list[list[int]]:
@@ -344,7 +367,7 @@ def _formatted(source: str, length: int, args: argparse.Namespace) -> Iterator[s
     base = _mean(results["float32"])
     for name, some in results.items():
         mean = _mean(some)
-        bits, total = stored(name, length)
+        bits, total = stored(name, length, args.data)
         change = f"{100 * (mean.perplexity / base.perplexity - 1):+.2f} %"
         numbers = f"{mean.perplexity:.2f} | {change} | {mean.kl:.5f} | {mean.top:.0%}"
         yield f"| {source} | {length:,} | {name} | {bits:.1f} | {total / 1e6:.1f} | {numbers} |"
@@ -376,14 +399,16 @@ def peer_file() -> Path:
     return file
 
 
-def stored(name: str, length: int) -> tuple[float, int]:
+def stored(name: str, length: int, data: Path = DATA) -> tuple[float, int]:
     """(bits of a number, bytes of a text) of keys and values in whole blocks."""
     config = open_checkpoint(MODEL).config
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if name in PEERS:
         return PEERS[name], round(PEERS[name] / 8 * 2 * layers * heads * dim * length)
-    block = block_bytes([LayerShape(heads, dim)] * layers, name.split()[0], BLOCK)
+    formats = calibrated_basis(data, CALIBRATED[name]).formats if CALIBRATED.get(name) else ()
+    shapes = [LayerShape(heads, dim, int4=four) for four in formats or ("int4",) * layers]
+    block = block_bytes(shapes, name.split()[0], BLOCK)
     return 8 * block / (2 * layers * heads * dim * BLOCK), block * -(-length // BLOCK)
 
 

@@ -471,6 +471,7 @@ def quantize(
     keep_zeros: Literal["auto", "true", "false"] | bool = "auto",
     embedding_bits: Literal[0, 8] = 0,
     kv_cache: Literal["none", "fp8", "int8", "int4"] = "none",
+    kv_bits: float = 0.0,
     double_quant: bool = False,
     moe_schemes: Literal["together", "apart"] = "together",
     qkv: Literal["together", "apart"] = "together",

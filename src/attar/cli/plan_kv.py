@@ -30,7 +30,7 @@ def build_plan_kv(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         from attar.checkpoint.geometry import geometry
         from attar.checkpoint.units import byte_count
-        from attar.runtime.kv.memory import plan_kv, read_config
+        from attar.runtime.kv.memory import config_path, plan_kv, read_config, with_formats
         from attar.runtime.runner.kept_shapes import kept_shapes
 
         config = read_config(values["model"])
@@ -40,7 +40,7 @@ def build_plan_kv(verb: str) -> Any:
         )
         layers, state_bytes = kept_shapes(config)
         plan = plan_kv(
-            layers,
+            with_formats(layers, config_path(values["model"])),
             contexts=_numbers("context", values["context"]) or usual,
             batches=_numbers("batch", values["batch"]) or [1, 8],
             kv_dtypes=values["kv_dtype"] or (),
@@ -53,7 +53,7 @@ def build_plan_kv(verb: str) -> Any:
 
     help = (
         "Show how many bytes keys and values take, by context, batch and format, and what fits a budget. "
-        "Reads the model's config only."
+        "Reads the model's config, and which layers attar-kv.json keeps in 8 bits."
     )
     return build_command(
         verb, help, "attar plan-kv attar:tiny --context 2048 --budget 64MiB", parameters, act

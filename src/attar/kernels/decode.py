@@ -10,7 +10,7 @@ csrc/decode/step.h computes it. Configs and tensor names belong to runner/compil
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -215,6 +215,7 @@ class Program:
         bits: of activations, 8 or 16: see :meth:`attar.kernels.product.ThreadPool.multiply`.
         kv_dtype: of keys and values, a key of KV_BITS; int8 has a scale per token and head, int4 a scale and
             a minimum.
+        formats: of each layer with keys and values, where layers differ: int4 or int8, with kv_dtype int4.
         rotation: of int4, and of no other: H and the basis of csrc/decode/kv_codes.h.
         threads_of: a program whose threads run this one too, never both at a time; None: its own threads.
         pool: of another program of the same shapes, which both use; None: its own.
@@ -233,6 +234,7 @@ class Program:
         threads: int | None = None,
         bits: int = 16,
         kv_dtype: str = "bfloat16",
+        formats: Sequence[str] = (),
         rotation: tuple[Tensor, Tensor] | None = None,
         threads_of: Program | None = None,
         pool: Tensor | None = None,
@@ -243,15 +245,16 @@ class Program:
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
         self.threads: int = threads or default_threads() if threads_of is None else threads_of.threads
         self.bits, self.kv_dtype = bits, kv_dtype
-        nbytes = pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype)
+        self.formats = tuple(formats) or (kv_dtype,) * weights.cached
+        assert len(self.formats) == weights.cached, f"{len(formats)} formats of {weights.cached} layers"
+        nbytes = pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype, formats=formats)
         assert pool is None or len(pool) >= nbytes, "a pool of another shape"
         self.pool = huge_pages(max(nbytes, 1)) if pool is None else pool
         self._parts = [_parts(layer) for layer in weights.layers]
         layers = map(_layer, weights.layers, self._parts, *_indices(weights))
         self._layers = (structures.LayerStruct * len(weights.layers))(*layers)
-        self._model = self._structure(bits, kv_dtype)
-        if rotation is not None:
-            self._rotate(*rotation)
+        self._caches = (structures.CacheStruct * weights.cached)(*self._cache_structs())
+        self._model = self._structure(bits)
         self._handle: int | None = None
         self._library = structures.library()
         if self._library is None:
@@ -276,7 +279,7 @@ class Program:
     def sharing(self, weights: ModelWeights) -> Program:
         """A program of other weights of the same shapes, on this one's threads, pool and hidden states."""
         options: dict[str, Any] = {"bits": self.bits, "kv_dtype": self.kv_dtype, "pool": self.pool}
-        options["rotation"] = self.rotation
+        options |= {"rotation": self.rotation, "formats": self.formats}
         program = Program(weights, self.blocks, self.block_size, threads_of=self, **options)
         program.share_hidden(self)
         return program
@@ -342,10 +345,15 @@ class Program:
         code = self._library.attar_copy_slots(ctypes.byref(self._model), array.ctypes.data, len(array))
         structures.raise_for(code, "a move of slots")
 
-    def block(self, index: int) -> Tensor:
-        """A block of the pool, uint8 (layers, bytes): a view."""
-        nbytes = pool_bytes(self.weights, self.blocks, self.block_size, kv_dtype=self.kv_dtype)
-        return self.pool[:nbytes].view(self.weights.cached, self.blocks, -1)[:, index]
+    def block(self, index: int) -> list[Tensor]:
+        """A block of the pool: of each layer a view, uint8 (bytes,)."""
+        return [layer.view(self.blocks, -1)[index] for layer in self._layer_pools()]
+
+    def _layer_pools(self) -> list[Tensor]:
+        """The bytes of each layer in the pool."""
+        slots = self.blocks * self.block_size
+        sizes = [slots * _token_bytes(self.weights, name) for name in self.formats]
+        return list(self.pool[: sum(sizes)].split(sizes)) if sizes else []
 
     def keys(self, slots: NDArray[np.int64]) -> Tensor:
         """Keys of slots, float32 (layers, len(slots), kv_heads, head_dim), of a float32 pool."""
@@ -358,14 +366,23 @@ class Program:
         tiles = halves.view(shape)[:, :, :, 0].permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
         return tiles[:, torch.from_numpy(slots), :, : w.head_dim]
 
-    def _rotate(self, matrix: Tensor, basis: Tensor) -> None:
-        """H (head_dim, head_dim) and the basis (layers, kv_heads, 4, head_dim), float32, for the library."""
-        n = self.weights.head_dim
-        assert basis.shape == (self.weights.cached, self.weights.kv_heads, 4, n) and matrix.shape == (n, n)
-        self._padded = [pad(x, (0, -n % (2 * TILE))).contiguous() for x in (matrix, basis)]
-        self._model.rotation, self._model.basis = (tensor.data_ptr() for tensor in self._padded)
+    def _cache_structs(self) -> Iterator[structures.CacheStruct]:
+        """Of each layer with keys and values. Of int4 H (head_dim, head_dim) and the basis (layers, kv_heads,
+        4, head_dim), float32, are padded to whole vectors."""
+        w, n = self.weights, self.weights.head_dim
+        if self.rotation is not None:
+            matrix, basis = self.rotation
+            assert basis.shape == (w.cached, w.kv_heads, 4, n) and matrix.shape == (n, n), "another basis"
+            self._padded = [pad(x, (0, -n % (2 * TILE))).contiguous() for x in (matrix, basis)]
+        latent = 0 if w.latent is None else -(-(w.latent.rank + w.rotary) // TILE) * TILE
+        sizes = w.kv_heads, n, self.block_size, self.blocks, latent
+        for layer, (name, pool) in enumerate(zip(self.formats, self._layer_pools(), strict=True)):
+            cache = structures.CacheStruct(*sizes, pool=pool.data_ptr(), kind=KINDS[name])
+            if name == "int4":
+                cache.rotation, cache.basis = self._padded[0].data_ptr(), self._padded[1][layer].data_ptr()
+            yield cache
 
-    def _structure(self, bits: int, kv_dtype: str) -> structures.ModelStruct:
+    def _structure(self, bits: int) -> structures.ModelStruct:
         w = self.weights
         model = structures.ModelStruct(
             layers=len(w.layers),
@@ -376,14 +393,13 @@ class Program:
             activation=ACTIVATIONS[w.activation],
             wide_norms=w.wide_norms,
             bits=bits,
-            pool_kind=KINDS[kv_dtype],
             embedding_kind=KINDS[str(w.embedding.dtype).removeprefix("torch.")],
             embedding=w.embedding.data_ptr(),
             mask=structures.address(w.mask),
             norm=w.norm.data_ptr(),
             head=structures.linear_struct(w.head),
             layer=ctypes.cast(self._layers, ctypes.c_void_p),
-            pool=self.pool.data_ptr(),
+            cache=ctypes.cast(self._caches, ctypes.c_void_p),
         )
         for name in (*structures.SIZES, *structures.FLOATS):
             setattr(model, name, getattr(w, name))
@@ -396,9 +412,22 @@ class Program:
         return model
 
 
-def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, kv_dtype: str = "bfloat16") -> int:
-    """Bytes of a pool: head_dim rounded up to a multiple of 16, of int4 32, and 4 bytes for the scale of int8
-    or the scale and minimum of each token and head. Latents are one row for each token."""
+def pool_bytes(
+    weights: ModelWeights,
+    blocks: int,
+    block_size: int,
+    *,
+    kv_dtype: str = "bfloat16",
+    formats: Sequence[str] = (),
+) -> int:
+    """Bytes of a pool; arguments as of :class:`Program`."""
+    names = formats or (kv_dtype,) * weights.cached
+    return blocks * block_size * sum(_token_bytes(weights, name) for name in names)
+
+
+def _token_bytes(weights: ModelWeights, kv_dtype: str) -> int:
+    """Bytes of a token in a layer: head_dim rounded up to a multiple of 16, of int4 32, and 4 bytes for the
+    scale of int8 or the scale and minimum of each token and head. Latents are one row for each token."""
     four = kv_dtype == "int4"
     unit = 2 * TILE if four else TILE
     latent = weights.latent
@@ -406,7 +435,7 @@ def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, kv_dtype:
     if latent is not None:
         size, rows = latent.rank + weights.rotary, 1
     per_token = -(-size // unit) * unit * KV_BITS[kv_dtype] // 8 + (4 if four or kv_dtype == "int8" else 0)
-    return weights.cached * blocks * block_size * rows * per_token
+    return rows * per_token
 
 
 def _parts(weights: LayerWeights) -> dict[str, tuple[Any, ...]]:

@@ -94,6 +94,16 @@ SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary", "vocabulary")
 FLOATS = ("eps", "scale", "soft_cap", "final_soft_cap", "embedding_scale")
 
 
+class CacheStruct(ctypes.Structure):
+    """csrc/decode/model.h."""
+
+    _fields_ = [
+        *((name, LONG) for name in ("kv_heads", "head_dim", "block_size", "blocks", "latent")),
+        *((name, POINTER) for name in ("pool", "rotation", "basis")),
+        ("kind", INT),
+    ]
+
+
 class ModelStruct(ctypes.Structure):
     """csrc/decode/model.h."""
 
@@ -102,13 +112,13 @@ class ModelStruct(ctypes.Structure):
         *((name, LONG) for name in ("cached", "stateful", "width", "carried")),
         *((name, LONG) for name in ("block_size", "blocks", "embeddings", "context")),
         *((name, FLOAT) for name in (*FLOATS, "latent_eps")),
-        *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
+        *((name, INT) for name in ("activation", "bits", "embedding_kind")),
         *((name, INT) for name in ("wide_norms", "interleaved")),
         *((name, POINTER) for name in ("embedding", "mask", "norm")),
         ("head", LinearStruct),
-        *((name, POINTER) for name in ("layer", "pool", "hidden_layer", "hidden_pool")),
+        *((name, POINTER) for name in ("layer", "hidden_layer", "hidden_pool")),
         ("hidden_states", LONG),
-        *((name, POINTER) for name in ("rotation", "basis")),
+        ("cache", POINTER),
     ]
 
 

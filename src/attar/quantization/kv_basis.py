@@ -18,6 +18,7 @@ they are stored is done here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from torch import Tensor
 from attar.checkpoint.open import Checkpoint
 from attar.errors import SettingsError
 from attar.progress import Progress
+from attar.quantization.kv_bits import check_bits, choose_formats, layer_losses
 from attar.runtime.kv.basis_file import write_basis
 from attar.runtime.kv.blocks import blocks_for
+from attar.runtime.kv.memory import layer_shapes
 from attar.runtime.kv.store.rotated import CacheBasis
 from attar.runtime.loading import load
 from attar.runtime.runner.kept_shapes import probed_shape
@@ -79,17 +82,18 @@ class KeyStatistics:
         return CacheBasis(torch.stack(centers, 1).float(), torch.stack(factors).float())
 
 
-def check_cache(config: Mapping[str, Any]) -> None:
+def check_cache(config: Mapping[str, Any], kv_bits: float = 0.0) -> None:
     """Refuse a model whose keys have no basis, before any work, by its ``config.json``.
 
     Raises:
-        SettingsError: no keys, or latents, or heads of an odd width.
+        SettingsError: no keys, or latents, or heads of an odd width; or ``kv_bits`` is outside of the bits of
+            int4 and int8.
         ModelError: the runtime does not run the model, or its layers' heads differ.
     """
     try:
         shape, reason = probed_shape(config), ""
     except (RuntimeError, TypeError):  # GPT-2 needs its weights to be run: the runtime decides at the end
-        return
+        return check_bits(kv_bits, layer_shapes(config)[0].head_dim)
     if not shape.layers:
         reason = "keeps no keys and values"
     elif shape.latent:
@@ -98,22 +102,32 @@ def check_cache(config: Mapping[str, Any]) -> None:
         reason = "has heads of an odd width"
     if reason:
         raise SettingsError("kv_cache", "int4", f"none: {config.get('model_type')} {reason}")
+    return check_bits(kv_bits, shape.head_dim)
 
 
 def calibrate_basis(
-    checkpoint: Checkpoint, batches: Sequence[Tensor], folder: Path, progress: Progress
+    checkpoint: Checkpoint,
+    batches: Sequence[Tensor],
+    folder: Path,
+    progress: Progress,
+    kv_bits: float = 0.0,
 ) -> dict[str, Any]:
     """Write the basis of a quantized model's int4 cache into its folder. Returns the entry of its card.
 
     Args:
         batches: int64 (B, S) of the calibration text, of which :data:`ROWS` rows are run.
+        kv_bits: average bits of a number, in layers of int4 and layers of int8; 0: int4 in all.
 
     Raises:
         ModelError: the modules do not run the model.
     """
     rows = [row for batch in batches for row in batch.tolist()][:ROWS]
-    write_basis(basis_over(checkpoint, rows, progress), folder)
-    return {"rows": len(rows), "tokens": sum(map(len, rows))}
+    basis, report = basis_over(checkpoint, rows, progress), {"rows": len(rows), "tokens": sum(map(len, rows))}
+    if kv_bits:
+        choice = choose_formats(layer_losses(checkpoint, basis, rows, progress), basis, kv_bits)
+        basis, report = replace(basis, formats=choice.formats), {**report, **choice.report()}
+    write_basis(basis, folder)
+    return report
 
 
 def basis_over(checkpoint: Checkpoint, rows: Sequence[Sequence[int]], progress: Progress) -> CacheBasis:

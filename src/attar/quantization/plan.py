@@ -148,7 +148,7 @@ def plan(
     sites = {name: sites[name] for name in sorted(sites, key=order.__getitem__)}
     cache = _kv_cache(anatomy, settings.kv_cache)
     if settings.kv_cache == "int4":
-        check_cache(checkpoint.config)
+        check_cache(checkpoint.config, settings.kv_bits)
     static = cache is not None and not cache.dynamic
     caches = {names[f"{b.attention.k.name}.weight"]: b.attention.name for b in anatomy.blocks if static}
     table = names[f"{anatomy.embedding}.weight"]

@@ -48,6 +48,11 @@ class StorageSettings:
     kv_cache: str = setting(
         "none", "what a quantized KV cache needs: scales; int4: of attar's runtime", tuple(KV_CACHES)
     )
+    kv_bits: float = setting(
+        0.0,
+        "average bits of a number in the int4 cache, scales included: the layers that lose most keep 8 bits. "
+        "0: 4 bits in all",
+    )
     double_quant: bool = setting(False, "NF4: the scales are quantized to 8 bits as well")
     moe_schemes: str = setting(
         "together",
@@ -70,6 +75,10 @@ class StorageSettings:
         check_choices(self)
         if self.bits:
             check_range("bits", self.bits, 1.0, 16.0, "between 1 and 16, or 0 for one scheme")
+        if self.kv_bits and self.kv_cache != "int4":
+            raise SettingsError("kv_bits", self.kv_bits, f"0 with kv_cache {self.kv_cache}; it is for int4")
+        if self.kv_bits:
+            check_range("kv_bits", self.kv_bits, 4.0, 12.0, "between the bits of int4 and of int8, or 0")
         check_range("group_size", self.group_size, -1, 2**20, "-1 (what fits), 0 (a whole row) or more")
         for override in self.overrides:
             if not all(override.rpartition("=")[::2]):

@@ -157,7 +157,7 @@ def quantize(
         if settings.storage.kv_cache == "int4":
             batches = batches_of(checkpoint, settings)
             details["kv_cache"] = calibrate_basis(
-                open_checkpoint(output.folder), batches, output.folder, progress
+                open_checkpoint(output.folder), batches, output.folder, progress, settings.storage.kv_bits
             )
         written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]
         gates = check_result(checkpoint, written, chosen, reports, settings, output.work, texts, progress)

@@ -34,7 +34,7 @@ from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
 from attar.runtime.kv.hidden_pool import HiddenPool
-from attar.runtime.kv.memory import block_bytes
+from attar.runtime.kv.memory import block_bytes, with_formats
 from attar.runtime.runner.choice import RunnerSettings, why_not_compiled, why_not_device
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, model_weights
@@ -175,7 +175,7 @@ def _check_room(
         if settings.kv_tokens is None or not cached:
             return
         kv_dtype = "bfloat16" if settings.kv_dtype == "auto" else settings.kv_dtype
-        block = block_bytes(layers, kv_dtype, settings.block_size)
+        block = block_bytes(with_formats(layers, checkpoint.path), kv_dtype, settings.block_size)
         pool = settings.kv_tokens * block // settings.block_size
         name = f"{checkpoint.name} with a KV cache of {settings.kv_tokens:,} tokens"
         check_memory(name, size + pool, hint="choose a smaller --kv-tokens; attar plan-kv shows what fits")
@@ -197,13 +197,14 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
     kv_dtype = (
         {8: "bfloat16", 16: "float16"}[settings.bits] if settings.kv_dtype == "auto" else settings.kv_dtype
     )
-    token_bytes = pool_bytes(model, 1, 1, kv_dtype=kv_dtype)
+    sizes = model.cached, model.kv_heads, model.head_dim
+    basis = read_basis(checkpoint.path, *sizes) if kv_dtype == "int4" else None
+    formats = () if basis is None else basis.formats
+    token_bytes = pool_bytes(model, 1, 1, kv_dtype=kv_dtype, formats=formats)
     token_bytes += HiddenPool.token_bytes(len(settings.hidden_layers), model.hidden)
     tokens = settings.kv_tokens or pool_tokens(token_bytes, model.context)
     blocks = -(-tokens // settings.block_size)
     size, bits = settings.block_size, settings.bits
-    sizes = model.cached, model.kv_heads, model.head_dim
-    basis = read_basis(checkpoint.path, *sizes) if kv_dtype == "int4" else None
     runner = Compiled(model, blocks=blocks, block_size=size, kv_dtype=kv_dtype, bits=bits, basis=basis)
     if settings.adapters:
         runner.with_adapters(build, stored.tensors, stored.load)

@@ -25,7 +25,7 @@ from attar.models.loading.device import pick_device
 from attar.runtime.encoder import is_encoder
 from attar.runtime.kv.blocks import blocks_for
 from attar.runtime.kv.hidden_pool import HiddenPool
-from attar.runtime.kv.memory import LayerShape, block_bytes
+from attar.runtime.kv.memory import LayerShape, block_bytes, with_formats
 from attar.runtime.loading import pool_tokens, torch_dtype
 from attar.runtime.runner.choice import RunnerSettings, why_not_compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, HEAD
@@ -61,6 +61,7 @@ def model_bytes(
     compiled = not why_not_compiled(checkpoint, settings)
     dtype = torch_dtype(settings.dtype, settings.device)
     layers, state_bytes = kept_shapes(checkpoint.config, dtype)
+    layers = with_formats(layers, checkpoint.path)
     cache = _cache(checkpoint, settings, layers, compiled, embeddings)
     states = states_in_memory(state_bytes, sequences, prefix_cache=prefix_cache)
     return _weights(checkpoint, settings, compiled) + cache + states

@@ -8,6 +8,7 @@ states are compared: with one request alone, in one chunk.
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,10 +35,21 @@ METHODS = {
     "h2o": H2O(heavy=40, recent=32, slack=4),
     "snapkv": SnapKV(capacity=60, window=8),
 }
-FORMATS = {"dense": "float32", "int8": "int8", "fp8": "fp8", "int4": "int4", "kivi": "kivi4"}
+FORMATS = {"dense": "float32", "kivi": "kivi4", "mixed": "int4"} | {
+    name: name for name in ("int8", "fp8", "int4")
+}
 # What these keep depends on how the tokens came (SnapKV's after a preemption: what was generated votes too);
 # in codes of a byte a last digit may fall on the other side. Logits of other tokens are off by 1.4.
-BOUNDS = {"int8": 0.01, "fp8": 0.04, "int4": 0.25, "kivi": 0.25, "h2o": 0.25, "snapkv": 0.5, "reread": 0.5}
+BOUNDS = {
+    "int8": 0.01,
+    "fp8": 0.04,
+    "int4": 0.25,
+    "mixed": 0.25,
+    "kivi": 0.25,
+    "h2o": 0.25,
+    "snapkv": 0.5,
+    "reread": 0.5,
+}
 
 
 def scenarios():
@@ -46,7 +58,8 @@ def scenarios():
         STORES, (None, *EVICTIONS), (None, *MODELS), RUNNERS
     ):
         parts = [part for part in (store, method, model, runner) if part]
-        alone = {"int4", "latents", "compiled"} <= {*parts}  # any two of these work together
+        four = store in ("int4", "mixed")
+        alone = four and {"latents", "compiled"} <= {*parts}  # any two of these work together
         if not alone and not any(reason(*pair) for pair in itertools.combinations(parts, 2)):
             yield store, method, model, runner
 
@@ -69,11 +82,21 @@ def model(kind):
 
 
 def runner_of(store, method, kind, runner):
+    settings = {"blocks": 24, "block_size": B, "kv_dtype": FORMATS[store]}
+    if store == "mixed":
+        settings["basis"] = mixed_basis(kind)
     if runner == "compiled":
-        result, exact = model(kind), {"kv_dtype": FORMATS[store], "bits": 16, "threads": 1}
-        return compiled(result.config, result.state_dict(), blocks=24, block_size=B, **exact)
-    eviction = METHODS.get(method)
-    return Modules(model(kind), blocks=24, block_size=B, kv_dtype=FORMATS[store], eviction=eviction)
+        result = model(kind)
+        return compiled(result.config, result.state_dict(), bits=16, threads=1, **settings)
+    return Modules(model(kind), eviction=METHODS.get(method), **settings)
+
+
+@functools.cache
+def mixed_basis(kind):
+    """Every second layer in int8, the first in int4."""
+    basis = Modules(model(kind), blocks=24, block_size=B, kv_dtype="int4").pool.store.basis
+    layers = len(basis.factors)
+    return replace(basis, formats=("int4", "int8") * (layers // 2) + ("int4",) * (layers % 2))
 
 
 def tokens(seed, count):

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from attar.errors import SettingsError
 
-STORES = ("dense", "int8", "fp8", "int4", "kivi")
+STORES = ("dense", "int8", "fp8", "int4", "mixed", "kivi")  # mixed: int4 and int8, layer by layer
 EVICTIONS = ("reread", "streaming", "h2o", "snapkv")
 SCHEDULING = (
     *("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation", "tree"),
@@ -24,6 +24,7 @@ FEATURES = (*STORES, *EVICTIONS, *SCHEDULING, *MODELS, *RUNNERS)
 _GROUPS = "KIVI's constants are shared by 32 tokens, so single tokens of a block cannot be taken out"
 _POSITIONS = "a sliding window counts positions, and packed entries are no longer in the order of positions"
 _SCORES = "H2O's scores are sums over every query"
+_LAYERS = "Reread moves entries between layers, and layers of this model are kept in different bits"
 _QUERIES = "every token's query attends again, and tokens from the prefix cache are not run"
 _DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be removed"
 _STATES = (
@@ -44,6 +45,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("kivi", "snapkv"): _GROUPS,
     ("kivi", "reread"): _GROUPS,
     ("kivi", "latents"): _LATENTS,
+    ("mixed", "reread"): _LAYERS,
     ("reread", "prefix_reuse"): _QUERIES,
     ("reread", "sliding_window"): _POSITIONS,
     (

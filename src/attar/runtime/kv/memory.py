@@ -7,7 +7,7 @@ successors) keeps one latent and one rotated key of a token, B (rank + rope) num
 come from ``kv/store``:
 
     int8, fp8    one float32 scale for each token and head
-    int4         scale and minimum in float16 for each token and head
+    int4         scale and minimum in float16 for each token and head; the layers that calibration chose int8
     kivi         scale and minimum in float16: keys for each channel and 32 tokens, values for each token and
                  32 channels; and the block that a sequence is filling, in float32 (the residual)
 
@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attar.errors import ModelError, SettingsError, nearest
+from attar.checkpoint.companions import KV_BASIS
+from attar.errors import CheckpointError, ModelError, SettingsError, nearest
 from attar.runtime.kv.blocks import blocks_for
 
+HINT = "quantize --kv-cache int4 writes it"
 GROUP = 32  # tokens of a group of keys, channels of a group of values (KIVI)
 LONGEST = 1 << 27  # tokens: beyond it a context counts as unbounded (windows in every layer)
 
@@ -68,12 +70,14 @@ class LayerShape:
         head_dim: d.
         window: tokens it looks back at; None: all.
         latent: how many numbers at the end of a key are its value (MLA); 0: values are stored apart.
+        int4: the format that it has with ``kv_dtype="int4"``.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
     latent: int = 0
+    int4: str = "int4"
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,13 @@ def _size_text(cell: CacheSize) -> str:
     return f"{size} !" if cell.fits is False else size
 
 
+def config_path(model: Any) -> Path:
+    """The folder of a model, or its ``config.json`` alone, as it was named."""
+    from attar.checkpoint.paths import resolve
+
+    return Path(model) if str(model).endswith(".json") else resolve(model)
+
+
 def read_config(model: Any) -> dict[str, Any]:
     """The ``config.json`` of a model: of a checkpoint, of a folder with nothing else, or the file itself.
 
@@ -226,13 +237,36 @@ def read_config(model: Any) -> dict[str, Any]:
     """
     from attar.checkpoint import open_checkpoint
     from attar.checkpoint.jsonfile import read_json
-    from attar.checkpoint.paths import resolve
 
-    if str(model).endswith(".json"):
-        return dict(read_json(Path(model)))
-    path = resolve(model)
+    path = config_path(model)
+    if path.suffix == ".json":
+        return dict(read_json(path))
     bare = path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors"))
     return dict(read_json(path / "config.json") if bare else open_checkpoint(model).config)
+
+
+def read_formats(folder: Path, layers: int) -> tuple[str, ...]:
+    """The format of each layer with ``kv_dtype="int4"``, by a checkpoint's ``attar-kv.json``; empty: int4.
+
+    Raises:
+        CheckpointError: the file names other formats, or those of another number of layers.
+    """
+    from attar.checkpoint.jsonfile import read_json
+
+    path = folder / KV_BASIS
+    formats = read_json(path).get("formats") if path.is_file() else None
+    if formats in (None, ["int4"] * layers):
+        return ()
+    known = isinstance(formats, list) and all(name in ("int4", "int8") for name in formats)
+    if not known or len(formats) != layers:
+        raise CheckpointError(f"{path}: formats are not int4 or int8 for each of {layers} layers", hint=HINT)
+    return tuple(formats)
+
+
+def with_formats(layers: Sequence[LayerShape], folder: Path) -> tuple[LayerShape, ...]:
+    """The layers with what :func:`read_formats` says of them."""
+    formats = read_formats(folder, len(layers)) or ("int4",) * len(layers)
+    return tuple(replace(layer, int4=name) for layer, name in zip(layers, formats, strict=True))
 
 
 def layer_shapes(config: Mapping[str, Any]) -> tuple[LayerShape, ...]:
@@ -266,7 +300,10 @@ def block_bytes(layers: Sequence[LayerShape], kv_dtype: str, block_size: int) ->
     Raises:
         SettingsError: the format is not known, or does not have the layers.
     """
-    return sum(_layer_bytes(layer, _format(kv_dtype), block_size) for layer in layers)
+    return sum(
+        _layer_bytes(layer, _format(layer.int4 if kv_dtype == "int4" else kv_dtype), block_size)
+        for layer in layers
+    )
 
 
 def residual_bytes(layers: Sequence[LayerShape], kv_dtype: str, block_size: int) -> int:

@@ -26,6 +26,7 @@ class KVPool:
     Args:
         kv_dtype: a name of ``kv.store.STORES``.
         dtype: float dtype that ``gather`` returns, the model's.
+        formats: of each layer with int4, where layers differ: int4 or int8.
 
     Raises:
         SettingsError: ``kv_dtype`` is unknown, or does not work with the geometry.
@@ -38,10 +39,11 @@ class KVPool:
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        formats: Sequence[str] = (),
     ) -> None:
         self.geometry, self.kv_dtype, self.dtype = geometry, kv_dtype, dtype
         self.device = torch.device(device)
-        self.store = make_store(kv_dtype, geometry, self.device)
+        self.store = make_store(kv_dtype, geometry, self.device, formats)
 
     @property
     def nbytes(self) -> int:

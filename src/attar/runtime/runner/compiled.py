@@ -23,7 +23,7 @@ from attar.kernels.structures import StepTokens
 from attar.runtime.kv.compose import FeatureRequests
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.state_store import StateStore
-from attar.runtime.kv.store.rotated import CacheBasis, rotated
+from attar.runtime.kv.store.rotated import CacheBasis, formats_label, rotated
 from attar.runtime.runner.compiled_states import CarriedStates, CarriedStep
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.key_means import calibration_step, key_centers
@@ -47,7 +47,7 @@ class Compiled:
         threads: None: ``OMP_NUM_THREADS``, or all processors.
         bits: of the activations that products take. 16: integers of 16 bits where weights are codes, float32
             where they are bfloat16; 8: int8 and bfloat16. The same for every step, whatever is in it.
-        basis: of int4, calibrated; None: mean keys of fixed tokens.
+        basis: of int4, calibrated, with the formats of layers; None: mean keys of fixed tokens.
 
     Attributes:
         activations: what products round their inputs to: int16 or int8 (a scale for every group), float32 or
@@ -81,7 +81,7 @@ class Compiled:
         if kv_dtype == "int4":
             rotation = rotated(torch.eye(weights.head_dim))
             basis = basis or CacheBasis.of_centers(_key_centers(weights, block_size, threads, bits))
-            settings["rotation"] = rotation, basis.rows()
+            settings |= {"rotation": (rotation, basis.rows()), "formats": basis.formats}
         self._program = Program(weights, blocks, block_size, **settings)
         self.kv_dtype, self.bits, self.activations = kv_dtype, bits, _activations(weights, bits)
         self.vocabulary, self.context = weights.vocabulary, weights.context
@@ -111,7 +111,7 @@ class Compiled:
             "weights": " and ".join(kinds),
             "activations": self.activations,
             "threads": program.threads,
-            "kv_dtype": program.kv_dtype,
+            "kv_dtype": formats_label(program.kv_dtype, program.formats),
             "kv_bytes": len(program.pool),
             "hidden_bytes": 0 if self._hidden is None else self._hidden.nbytes,
             "state_bytes": self.state_bytes,
@@ -213,12 +213,14 @@ class Compiled:
 
     def read_block(self, block: int) -> bytes:
         """The content of a block, all layers."""
-        return bytes(self._program.block(block).numpy().tobytes())
+        return b"".join(layer.numpy().tobytes() for layer in self._program.block(block))
 
     def write_block(self, block: int, content: bytes) -> None:
         """Put the content of a block back."""
-        view = self._program.block(block)
-        view.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).view_as(view))
+        layers = self._program.block(block)
+        stored = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        for layer, part in zip(layers, stored.split([len(layer) for layer in layers]), strict=True):
+            layer.copy_(part)
 
     def close(self) -> None:
         """End the library's threads."""

@@ -175,7 +175,8 @@ class SharedPass(AttentionPass):
         geometry, device = self.pool.geometry, self.pool.device
         cells = shares.cells(start, stop, geometry.kv_heads, view.blocks.cpu(), geometry.block_size)
         layers, slots, heads = (x.to(device) for x in cells)
-        return _plane_store(self.pool).read_cells((layers, slots, heads), self.pool.dtype)
+        owner = divmod(index, geometry.kv_heads)
+        return _plane_store(self.pool).read_cells((layers, slots, heads), owner, self.pool.dtype)
 
 
 def _plane_store(pool: KVPool) -> PlaneStore:

@@ -26,8 +26,9 @@ from attar.runtime.kv.pool import KVPool
 from attar.runtime.kv.state_snapshots import BYTES, StateSnapshots
 from attar.runtime.kv.state_store import StateStore
 from attar.runtime.kv.store import PoolGeometry
+from attar.runtime.kv.store.mixed import MixedStore
 from attar.runtime.kv.store.planes import PlaneStore
-from attar.runtime.kv.store.rotated import CacheBasis, RotatedStore
+from attar.runtime.kv.store.rotated import CacheBasis, RotatedStore, formats_label
 from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.evicted_attention import HeadShares, SharedPass, StreamingPass, pack_heads
 from attar.runtime.runner.hidden_states import HiddenWriter
@@ -48,7 +49,7 @@ class Modules:
         model: a causal language model in evaluation mode; afterwards it runs through the runner only.
         kv_dtype: a name of ``kv.store.STORES``; ``auto`` is the model's dtype.
         eviction: how a sequence's cache entries are bounded; None: not at all.
-        basis: of int4, calibrated; None: mean keys of fixed tokens.
+        basis: of int4, calibrated, with the formats of layers; None: mean keys of fixed tokens.
 
     Attributes:
         features: rows of ``kv/compose.py`` with the settings that ask for them.
@@ -75,11 +76,13 @@ class Modules:
         shape = probe(model)
         self.kv_dtype = _dtype_name(model) if kv_dtype == "auto" else kv_dtype
         self.activations = _activations(model)
-        self.features = _features(self.kv_dtype, eviction, shape)
+        self.formats = () if basis is None else basis.formats
+        self.features = _features(self.kv_dtype, self.formats, eviction, shape)
         check_together(self.features)
         sizes = shape.kv_heads, shape.head_dim, shape.latent
         geometry = PoolGeometry(shape.layers, blocks, block_size, *sizes)
-        self.pool = KVPool(geometry, self.kv_dtype, dtype=model.dtype, device=model.device)
+        kinds: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+        self.pool = KVPool(geometry, self.kv_dtype, formats=self.formats, **kinds)
         self.vocabulary, self.window = shape.vocabulary, shape.window
         self.context = None if isinstance(eviction, Streaming) else shape.context
         turns = isinstance(eviction, Streaming | Reread)
@@ -93,7 +96,7 @@ class Modules:
         self.states = StateStore(StateSnapshots(block_size, kept) if kept else None)
         self._stepwise = shape.stepwise
         self.lora = LoraRows(model)
-        if isinstance(self.pool.store, RotatedStore):
+        if isinstance(self.pool.store, RotatedStore | MixedStore):
             self.pool.store.basis = self._basis(basis, shape)
 
     @property
@@ -116,7 +119,7 @@ class Modules:
             "weights": " and ".join(dict.fromkeys(linear.packed.label for linear in packed)) or dtype,
             "activations": " and ".join([*rounded, dtype]),
             "threads": torch.get_num_threads() if self.pool.device.type == "cpu" else 0,
-            "kv_dtype": self.pool.kv_dtype,
+            "kv_dtype": formats_label(self.pool.kv_dtype, self.formats),
             "kv_bytes": self.pool.nbytes,
             "hidden_bytes": 0 if self._hidden is None else self._hidden.pool.nbytes,
             "state_bytes": self.state_bytes,
@@ -233,7 +236,8 @@ class Modules:
     def _basis(self, basis: CacheBasis | None, shape: ModelShape) -> CacheBasis:
         if basis is None:
             return CacheBasis.of_centers(self._key_centers(shape))
-        return CacheBasis(basis.centers.to(self.pool.device), basis.factors.to(self.pool.device))
+        device = self.pool.device
+        return replace(basis, centers=basis.centers.to(device), factors=basis.factors.to(device))
 
     def _key_centers(self, shape: ModelShape) -> Tensor:
         """The mean keys of each layer and head, float32 (2, layers, kv_heads, head_dim), of fixed tokens."""
@@ -289,9 +293,12 @@ def _observer(
     return LastQueries(eviction) if isinstance(eviction, SnapKV) else None
 
 
-def _features(kv_dtype: str, eviction: Eviction | None, shape: ModelShape) -> FeatureRequests:
+def _features(
+    kv_dtype: str, formats: Sequence[str], eviction: Eviction | None, shape: ModelShape
+) -> FeatureRequests:
     """Rows of ``kv/compose.py`` that the runner has."""
     windows = any(window is not None for window in shape.windows)
-    features = {store_feature(kv_dtype): ("kv_dtype", kv_dtype), **evicting(eviction)}
+    store = "mixed" if formats else store_feature(kv_dtype)
+    features = {store: ("kv_dtype", kv_dtype), **evicting(eviction)}
     of_shape = {"sliding_window": windows, "latents": shape.latent > 0, "states": shape.state_bytes > 0}
     return {**features, **{name: None for name, has in of_shape.items() if has}}

@@ -56,9 +56,21 @@ def test_a_store_against_the_definition(n):
     want = torch.stack(found).gather(0, least[None, ..., None].expand(1, *y.shape))[0] @ h / factors + c
     error = ((actual.double() - want) * factors).abs() @ h.abs()
     assert float(error.median()) < 1e-5 and float(error.max()) < float(s.max()) * n**0.5
-    cells = (torch.tensor([0, 0]), torch.tensor([6, 2]), torch.tensor([1, 0]))
-    for kind, cell in enumerate(store.read_cells(cells, torch.float32)):
-        assert torch.equal(cell, actual[kind, [1, 0], [1, 2]])
+
+
+def test_a_head_reads_what_it_wrote_from_the_cells_of_another():
+    """Eviction moves entries to cells of other layers and heads; their own basis decodes them."""
+    store = make_store("int4", PoolGeometry(2, 2, 4, 2, 16), CPU)
+    store.basis = CacheBasis(numbers(2, 2, 2, 16, seed=2) * 3, numbers(2, 2, 16, seed=3).exp())
+    slots = torch.tensor([1, 6, 2])
+    for layer in range(2):
+        store.write_(layer, slots, numbers(3, 2, 16, seed=layer), numbers(3, 2, 16, seed=layer + 5))
+    want = [kind[slots[:2], 1] for kind in store.read(0, torch.arange(2), torch.float32, range(2))]
+    at = [torch.tensor(where) for where in ([0, 0], [1, 6], [1, 1])]
+    moved = tuple(torch.tensor(where) for where in ([1, 1], [6, 2], [0, 1]))
+    store.move_cells_(tuple(at), moved)
+    for cells, kept in zip(store.read_cells(moved, (0, 1), torch.float32), want, strict=True):
+        assert torch.equal(cells, kept)
 
 
 def test_rotation_and_shift_lessen_the_error():

@@ -56,14 +56,14 @@ static inline SoftmaxState merge_splits(const SoftmaxState* states, const float*
 
 class Attention {
 public:
-    Attention(const Model& model, std::int64_t layer)
+    Attention(const Model& model, const Cache& cache)
         : model_(model),
-          layer_(layer),
+          cache_(cache),
           group_(model.heads / model.kv_heads),
           scores_(group_ * CHUNK),
           scales_(group_, 1.0f) {
-        if (model.plain()) return;
-        if (model.four_bits()) bytes_.resize(group_ * (CHUNK + model.padded()));
+        if (cache.plain()) return;
+        if (cache.four_bits()) bytes_.resize(group_ * (CHUNK + cache.padded()));
         weights_.resize(group_ * CHUNK);
         queries_.resize(group_ * model.head_dim + WIDTH);
         query_scales_.resize(group_);
@@ -76,7 +76,7 @@ public:
     // whose heads are `splits` rows apart.
     void attend_split(const KeyRange& range, std::int64_t index, std::int64_t head, const float* queries,
                       SoftmaxState* states, float* acc, std::int64_t splits) {
-        const std::int64_t stride = model_.padded();
+        const std::int64_t stride = cache_.padded();
         const std::int64_t from = std::max(range.from / WIDTH * WIDTH, index * SPLIT);
         const std::int64_t until = std::min(range.until, (index + 1) * SPLIT);
         quantize_queries(queries, head);
@@ -94,7 +94,7 @@ public:
     void attend(const KeyRange& range, std::int64_t head, const float* queries, SoftmaxState* states, float* acc) {
         const std::int64_t first = range.from / SPLIT, count = (range.until + SPLIT - 1) / SPLIT - first;
         if (count == 1) return attend_split(range, first, head, queries, states, acc, 1);
-        const std::int64_t stride = model_.padded();
+        const std::int64_t stride = cache_.padded();
         split_states_.resize(group_ * count);
         split_acc_.resize(group_ * count * stride);
         for (std::int64_t p = 0; p < count; p++)
@@ -116,72 +116,72 @@ private:
             apply_mask(range, start + i * WIDTH, i * WIDTH);
         }
         for (std::int64_t q = 0; q < group_; q++) exponentiate(q, tiles * WIDTH);
-        if (model_.pool_kind == STORED_FP32) accumulate_values<Float32>(count, scores_.data());
-        if (model_.pool_kind == STORED_FP16) accumulate_values<Float16>(count, scores_.data());
-        if (model_.pool_kind == STORED_BF16) accumulate_values<BFloat16Pairs>(count, weights_.data());
-        if (model_.pool_kind == STORED_INT8) accumulate_values<Int8Pairs>(count, weights_.data());
-        if (model_.four_bits()) accumulate_values<Int4Codes>(count, weight_bytes());
+        if (cache_.kind == STORED_FP32) accumulate_values<Float32>(count, scores_.data());
+        if (cache_.kind == STORED_FP16) accumulate_values<Float16>(count, scores_.data());
+        if (cache_.kind == STORED_BF16) accumulate_values<BFloat16Pairs>(count, weights_.data());
+        if (cache_.kind == STORED_INT8) accumulate_values<Int8Pairs>(count, weights_.data());
+        if (cache_.four_bits()) accumulate_values<Int4Codes>(count, weight_bytes());
     }
 
     // Numbers between two heads' queries in their format.
-    std::int64_t query_stride() const { return model_.four_bits() ? model_.padded() : model_.head_dim; }
+    std::int64_t query_stride() const { return cache_.four_bits() ? cache_.padded() : cache_.head_dim; }
 
     // Of four bits: queries (group, padded) and weights (group, CHUNK).
     std::int8_t* query_bytes() { return bytes_.data(); }
-    std::int8_t* weight_bytes() { return bytes_.data() + group_ * model_.padded(); }
+    std::int8_t* weight_bytes() { return bytes_.data() + group_ * cache_.padded(); }
 
     // Queries in the number format of the keys.
     void quantize_queries(const float* queries, std::int64_t head) {
-        const std::int64_t dim = model_.head_dim, padded = model_.padded();
-        if (model_.pool_kind == STORED_BF16)
+        const std::int64_t dim = cache_.head_dim, padded = cache_.padded();
+        if (cache_.kind == STORED_BF16)
             for (std::int64_t i = 0; i < group_ * dim; i++) queries_[i] = to_bf16(queries[i]);
-        if (model_.pool_kind != STORED_INT8 && !model_.four_bits()) return;
+        if (cache_.kind != STORED_INT8 && !cache_.four_bits()) return;
         padded_.assign(2 * padded, 0.0f);
         float* ones = padded_.data() + padded;
         std::fill_n(ones, padded, 1.0f);
         for (std::int64_t q = 0; q < group_; q++) {
             std::copy_n(queries + q * dim, dim, padded_.data());
-            if (!model_.four_bits()) {
+            if (!cache_.four_bits()) {
                 query_scales_[q] = to_int16(padded_.data(), padded, queries_.data() + q * dim);
                 continue;
             }
             query_scales_[q] = to_bytes<false>(padded_.data(), padded, query_bytes() + q * padded, query_rests_[q]);
             query_sums_[q] = dot(padded_.data(), ones, padded);
             for (int i = 0; i < 2; i++)
-                offsets_[2 * q + i] = dot(padded_.data(), model_.basis_of(layer_, head, CENTERS) + i * padded, padded);
+                offsets_[2 * q + i] = dot(padded_.data(), cache_.basis_of(head, CENTERS) + i * padded, padded);
         }
     }
 
-    std::int64_t constant_bytes() const { return model_.four_bits() ? 2 : 4; }
+    std::int64_t constant_bytes() const { return cache_.four_bits() ? 2 : 4; }
 
     // Addresses of tile `index` of a chunk, which begins at key `key`.
     void locate_tile(const KeyRange& range, std::int64_t head, std::int64_t key, int index) {
-        const std::int64_t size = model_.block_size, block = range.blocks[key / size], row = key % size;
-        const std::uint8_t *keys = model_.keys(layer_, block, head), *values = model_.values(layer_, block, head);
-        keys_[index] = keys + row * model_.row_bytes();
-        values_[index] = values + row * model_.row_bytes();
-        key_scales_[index] = (const std::uint8_t*)model_.scales(keys) + row * constant_bytes();
-        value_scales_[index] = (const std::uint8_t*)model_.scales(values) + row * constant_bytes();
+        const std::int64_t size = cache_.block_size, block = range.blocks[key / size], row = key % size;
+        const std::uint8_t *keys = cache_.keys(block, head), *values = cache_.values(block, head);
+        keys_[index] = keys + row * cache_.row_bytes();
+        values_[index] = values + row * cache_.row_bytes();
+        key_scales_[index] = (const std::uint8_t*)cache_.scales(keys) + row * constant_bytes();
+        value_scales_[index] = (const std::uint8_t*)cache_.scales(values) + row * constant_bytes();
     }
 
     // Of the tile that begins at key `key`, if it is seen.
     void prefetch_keys(const KeyRange& range, std::int64_t head, std::int64_t key) const {
         if (key >= range.until) return;
-        const std::int64_t size = model_.block_size, row = key % size;
-        const std::uint8_t* keys = model_.keys(layer_, range.blocks[key / size], head);
-        prefetch_tile(keys + row * model_.row_bytes(), (const std::uint8_t*)model_.scales(keys) + row * constant_bytes());
+        const std::int64_t size = cache_.block_size, row = key % size;
+        const std::uint8_t* keys = cache_.keys(range.blocks[key / size], head);
+        prefetch_tile(keys + row * cache_.row_bytes(), (const std::uint8_t*)cache_.scales(keys) + row * constant_bytes());
     }
 
     void prefetch_tile(const std::uint8_t* tile, const std::uint8_t* scales) const {
-        for (std::int64_t i = 0; i < WIDTH * model_.row_bytes(); i += 64) prefetch(tile + i);
-        if (model_.coded()) prefetch(scales);
+        for (std::int64_t i = 0; i < WIDTH * cache_.row_bytes(); i += 64) prefetch(tile + i);
+        if (cache_.coded()) prefetch(scales);
     }
 
     void tile_scores(int index, const float* queries, float* to) {
-        if (model_.pool_kind == STORED_FP32) return score_heads<Float32>(keys_[index], queries, to);
-        if (model_.pool_kind == STORED_FP16) return score_heads<Float16>(keys_[index], queries, to);
-        if (model_.pool_kind == STORED_BF16) return score_heads<BFloat16Pairs>(keys_[index], queries_.data(), to);
-        if (model_.four_bits()) return tile_scores_of_codes(index, to);
+        if (cache_.kind == STORED_FP32) return score_heads<Float32>(keys_[index], queries, to);
+        if (cache_.kind == STORED_FP16) return score_heads<Float16>(keys_[index], queries, to);
+        if (cache_.kind == STORED_BF16) return score_heads<BFloat16Pairs>(keys_[index], queries_.data(), to);
+        if (cache_.four_bits()) return tile_scores_of_codes(index, to);
         score_heads<Int8Pairs>(keys_[index], queries_.data(), to);
         const F scale = load((const float*)key_scales_[index]);
         for (std::int64_t q = 0; q < group_; q++, to += CHUNK) store(to, load(to) * (scale * query_scales_[q]));
@@ -191,7 +191,7 @@ private:
     void tile_scores_of_codes(int index, float* to) {
         score_heads<Int4Codes>(keys_[index], query_bytes(), to);
         const std::uint16_t* constants = (const std::uint16_t*)key_scales_[index];
-        const F sign = load_fp16(constants), scale = absolute(sign), m = load_fp16(constants + model_.block_size);
+        const F sign = load_fp16(constants), scale = absolute(sign), m = load_fp16(constants + cache_.block_size);
         const I second = less(sign, F{});
         for (std::int64_t q = 0; q < group_; q++, to += CHUNK) {
             const F center = select(second, broadcast(offsets_[2 * q + 1]), broadcast(offsets_[2 * q]));
@@ -223,7 +223,7 @@ private:
 
     template <class Kind, int Q, class Number>
     void accumulate_heads(int count, const Number* weights, std::int64_t q) {
-        const std::int64_t stride = model_.padded();
+        const std::int64_t stride = cache_.padded();
         accumulate_dims<Kind, Q>(values_, stride, count, weights + q * CHUNK, scales_.data() + q,
                                  acc_.data() + q * stride);
     }
@@ -271,8 +271,8 @@ private:
         if (peak > state.peak) {
             const float factor = std::exp(state.peak - peak);
             state.total *= factor;
-            float* acc = acc_.data() + q * model_.padded();
-            for (std::int64_t d = 0; d < model_.padded(); d += WIDTH) store(acc + d, load(acc + d) * factor);
+            float* acc = acc_.data() + q * cache_.padded();
+            for (std::int64_t d = 0; d < cache_.padded(); d += WIDTH) store(acc + d, load(acc + d) * factor);
             state.peak = peak;
         }
         state.total += sum_lanes(total);
@@ -284,30 +284,31 @@ private:
     void quantize_weights(std::int64_t q, std::int64_t count) {
         float* row = scores_.data() + q * CHUNK;
         std::uint16_t* to = weights_.data() + q * CHUNK;
-        if (model_.pool_kind == STORED_BF16)
+        if (cache_.kind == STORED_BF16)
             for (std::int64_t i = 0; i < count; i += WIDTH) store_bf16(to + i, load(row + i));
-        if (model_.pool_kind != STORED_INT8 && !model_.four_bits()) return;
+        if (cache_.kind != STORED_INT8 && !cache_.four_bits()) return;
         F minima{};
         for (std::int64_t i = 0; i < count; i += WIDTH) {
             const F weight = load(row + i);
             const std::uint8_t* constants = value_scales_[i / WIDTH];
-            const F scale = model_.four_bits() ? load_fp16(constants) : load((const float*)constants);
+            const F scale = cache_.four_bits() ? load_fp16(constants) : load((const float*)constants);
             store(row + i, select(equal(weight, F{}), F{}, weight * scale));
-            if (model_.four_bits()) minima = fma(weight, load_fp16(constants + 2 * model_.block_size), minima);
+            if (cache_.four_bits()) minima = fma(weight, load_fp16(constants + 2 * cache_.block_size), minima);
         }
-        if (!model_.four_bits()) {
+        if (!cache_.four_bits()) {
             scales_[q] = to_int16(row, count, to);
             return;
         }
         float left;
         scales_[q] = to_bytes<true>(row, count, weight_bytes() + q * CHUNK, left);
         const float offset = sum_lanes(minima) + CENTER * left;
-        float* acc = acc_.data() + q * model_.padded();
-        for (std::int64_t d = 0; d < model_.padded(); d += WIDTH) store(acc + d, load(acc + d) + offset);
+        float* acc = acc_.data() + q * cache_.padded();
+        for (std::int64_t d = 0; d < cache_.padded(); d += WIDTH) store(acc + d, load(acc + d) + offset);
     }
 
     const Model& model_;
-    const std::int64_t layer_, group_;
+    const Cache& cache_;
+    const std::int64_t group_;
     std::vector<float> scores_, scales_, acc_, split_acc_, query_scales_, query_sums_, query_rests_, offsets_, padded_;
     std::vector<std::int8_t> bytes_;
     std::vector<SoftmaxState> state_, split_states_;

@@ -132,7 +132,7 @@ public:
                     const std::int64_t t = task / model.kv_heads, head = task % model.kv_heads;
                     float* key = r.qkv_.data() + t * qkv_width() + q_width() + head * dim;
                     rope_head(key, layer().key_norm, rows.positions[t]);
-                    store_kv(model, layer().index, head, rows.slots[t], key, key + model.kv_heads * dim, codes.data(),
+                    store_kv(cache(), head, rows.slots[t], key, key + model.kv_heads * dim, codes.data(),
                              rotated.data());
                 }
             });

@@ -15,24 +15,24 @@ namespace attar {
 constexpr std::int64_t BLOCK_ROWS = 4 * LANES;  // queries that a task has
 
 // A row (latent_numbers,) to its slot; codes of as many numbers.
-static inline void write_latent(const Model& model, std::int64_t layer, std::int64_t slot, const float* row,
+static inline void write_latent(const Cache& cache, std::int64_t slot, const float* row,
                                 std::int8_t* codes) {
-    std::uint8_t* to = model.latent(layer, slot);
-    const std::int64_t numbers = model.latent_numbers();
-    if (model.pool_kind == STORED_FP32) std::memcpy(to, row, numbers * sizeof(float));
-    if (model.pool_kind == STORED_FP16)
+    std::uint8_t* to = cache.latent_row(slot);
+    const std::int64_t numbers = cache.latent;
+    if (cache.kind == STORED_FP32) std::memcpy(to, row, numbers * sizeof(float));
+    if (cache.kind == STORED_FP16)
         for (std::int64_t d = 0; d < numbers; d += WIDTH) store_fp16(to + 2 * d, load(row + d));
-    if (model.pool_kind == STORED_BF16)
+    if (cache.kind == STORED_BF16)
         for (std::int64_t d = 0; d < numbers; d += WIDTH) store_bf16(to + 2 * d, load(row + d));
-    if (model.pool_kind != STORED_INT8) return;
+    if (cache.kind != STORED_INT8) return;
     const float scale = to_int8(row, numbers, codes);
     std::memcpy(to, codes, numbers);
     std::memcpy(to + numbers, &scale, sizeof scale);
 }
 
-static inline float latent_scale(const Model& model, const std::uint8_t* row) {
+static inline float latent_scale(const Cache& cache, const std::uint8_t* row) {
     float scale;
-    std::memcpy(&scale, row + model.latent_numbers(), sizeof scale);
+    std::memcpy(&scale, row + cache.latent, sizeof scale);
     return scale;
 }
 
@@ -42,14 +42,14 @@ static inline void widen_bytes(const std::uint8_t* from, float scale, float* to)
 }
 
 // A row as floats.
-static inline void read_latent(const Model& model, const std::uint8_t* row, float* to) {
-    const std::int64_t numbers = model.latent_numbers();
-    const float scale = model.pool_kind == STORED_INT8 ? latent_scale(model, row) : 1.0f;
+static inline void read_latent(const Cache& cache, const std::uint8_t* row, float* to) {
+    const std::int64_t numbers = cache.latent;
+    const float scale = cache.kind == STORED_INT8 ? latent_scale(cache, row) : 1.0f;
     for (std::int64_t d = 0; d < numbers; d += WIDTH) {
-        if (model.pool_kind == STORED_FP32) store(to + d, load((const float*)row + d));
-        if (model.pool_kind == STORED_FP16) store(to + d, load_fp16(row + 2 * d));
-        if (model.pool_kind == STORED_BF16) store(to + d, load_bf16(row + 2 * d));
-        if (model.pool_kind == STORED_INT8) widen_bytes(row + d, scale, to + d);
+        if (cache.kind == STORED_FP32) store(to + d, load((const float*)row + d));
+        if (cache.kind == STORED_FP16) store(to + d, load_fp16(row + 2 * d));
+        if (cache.kind == STORED_BF16) store(to + d, load_bf16(row + 2 * d));
+        if (cache.kind == STORED_INT8) widen_bytes(row + d, scale, to + d);
     }
 }
 

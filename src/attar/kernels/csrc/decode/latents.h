@@ -87,7 +87,7 @@ inline void StepWorker::latent_attention() {
             });
         });
     };
-    const bool plain = model.plain();
+    const bool plain = cache().plain();
     of_heads(m.absorb, absorb_in, b.lowered.data(), numbers, heads * numbers);
     worker.parallel_for(std::int64_t(b.blocks.size()) * b.splits, Schedule::GUIDED,
                         [&](std::int64_t first, std::int64_t last) {
@@ -143,14 +143,14 @@ inline void StepWorker::store_row(std::int64_t t, float* from) {
     scale_by(from, layer().key_norm, inverse_rms(from, model.rank, model.latent_eps), model.rank, row);
     std::copy_n(from + model.rank, model.rotary, row + model.rank);
     rotate_part(row + model.rank, batch.positions[t]);
-    write_latent(model, layer().index, batch.slots[t], row, s.codes.data());
+    write_latent(cache(), batch.slots[t], row, s.codes.data());
 }
 
 // Entries [first, first + count) of a span as they are multiplied, in tiles. What is not stored so is in the scratch.
 template <class Number>
 KeyRows<Number> StepWorker::latent_chunk(std::int64_t span, std::int64_t first, std::int64_t count) {
     LatentScratch& s = latent_scratch;
-    const std::int64_t numbers = model.latent_numbers(), bytes = model.latent_bytes(), size = model.block_size;
+    const std::int64_t numbers = model.latent_numbers(), bytes = cache().latent_bytes(), size = model.block_size;
     const std::int64_t* blocks = batch.block + batch.table[span];
     KeyRows<Number> chunk{{}, {}, numbers, numbers, model.rank, numbers, nullptr, first, count};
     s.rows.resize(CHUNK * numbers);
@@ -159,18 +159,18 @@ KeyRows<Number> StepWorker::latent_chunk(std::int64_t span, std::int64_t first, 
     s.scales.resize(CHUNK);
     for (std::int64_t i = 0; i * WIDTH < count; i++) {
         const std::int64_t key = first + i * WIDTH;
-        const std::uint8_t* tile = model.latent(layer().index, blocks[key / size] * size + key % size);
+        const std::uint8_t* tile = cache().latent_row(blocks[key / size] * size + key % size);
         if constexpr (std::is_same_v<Number, float>) {
             chunk.keys[i] = (const float*)tile;
-            if (model.pool_kind == STORED_FP16) {
+            if (cache().kind == STORED_FP16) {
                 float* rows = s.rows.data() + i * WIDTH * numbers;
-                for (int k = 0; k < WIDTH; k++) read_latent(model, tile + k * bytes, rows + k * numbers);
+                for (int k = 0; k < WIDTH; k++) read_latent(cache(), tile + k * bytes, rows + k * numbers);
                 chunk.keys[i] = rows;
             }
             chunk.values[i] = (const std::uint8_t*)chunk.keys[i];
         } else {
             chunk.keys[i] = (const std::uint16_t*)tile;
-            if (model.pool_kind == STORED_INT8) {  // the codes: bfloat16 holds them
+            if (cache().kind == STORED_INT8) {  // the codes: bfloat16 holds them
                 std::uint16_t* rows = s.rows_bf16.data() + i * WIDTH * numbers;
                 float some[WIDTH];
                 for (int k = 0; k < WIDTH; k++) {
@@ -178,7 +178,7 @@ KeyRows<Number> StepWorker::latent_chunk(std::int64_t span, std::int64_t first, 
                         widen_bytes(tile + k * bytes + d, 1.0f, some);
                         store_bf16(rows + k * numbers + d, load(some));
                     }
-                    s.scales[i * WIDTH + k] = latent_scale(model, tile + k * bytes);
+                    s.scales[i * WIDTH + k] = latent_scale(cache(), tile + k * bytes);
                 }
                 chunk.keys[i] = rows;
                 chunk.scales = s.scales.data();
@@ -269,7 +269,7 @@ void StepWorker::attend_expanded(const float* queries, std::int64_t stride, std:
     const std::int64_t numbers = model.latent_numbers(), size = model.block_size, padded = (count + LANES - 1) / LANES * LANES;
     const std::int64_t *blocks = batch.block + batch.table[span], token = batch.first[span];
     // a cache of bfloat16 is multiplied as it is
-    const auto bits = [&](const Linear& linear) { return model.pool_kind == STORED_BF16 && linear.kind == BF16 ? 8 : model.bits; };
+    const auto bits = [&](const Linear& linear) { return cache().kind == STORED_BF16 && linear.kind == BF16 ? 8 : model.bits; };
     s.key_input.reserve(up_keys, CHUNK, bits(up_keys));
     s.value_input.reserve(up_values, CHUNK, bits(up_values));
     const Activations key_in = s.key_input.view(up_keys, bits(up_keys));
@@ -291,7 +291,7 @@ void StepWorker::attend_expanded(const float* queries, std::int64_t stride, std:
         const std::int64_t entries = std::min<std::int64_t>(CHUNK, end - first);
         for (std::int64_t i = 0; i < entries; i++) {
             const std::int64_t slot = blocks[(first + i) / size] * size + (first + i) % size;
-            read_latent(model, model.latent(layer().index, slot), s.rows.data());
+            read_latent(cache(), cache().latent_row(slot), s.rows.data());
             key_in.set(i, 0, model.rank, s.rows.data());
             value_in.set(i, 0, model.rank, s.rows.data());
             std::copy_n(s.rows.data() + model.rank, model.rotary, s.keys.data() + i * width + model.nope);

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "linear.h"
@@ -68,6 +69,44 @@ enum Storage : std::int32_t { STORED_INT8 = 1, STORED_BF16 = 2, STORED_FP16 = 3,
 enum BasisRow { KEY_FACTORS, QUERY_FACTORS, CENTERS, BASIS_ROWS = CENTERS + 2 };
 enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2, RELU = 3 };
 
+// The keys and values of a layer: blocks of the pool, in its own number format. The keys and then the values of a block
+// and head are contiguous, in the layout of kv_tiles.h, each followed by its scales where they are int8, its scales and
+// then its minima where they are int4. head_dim is rounded up to whole vectors, two where they are int4.
+struct Cache {
+    std::int64_t kv_heads, head_dim, block_size, blocks;
+    std::int64_t latent;  // numbers of a token's row of latents: c (rank), r (rotary), zeros up to whole vectors. Or 0
+    std::uint8_t* pool;
+    // Of four bits, else null: H (head_dim, padded) and (kv_heads, BASIS_ROWS, padded) of kv_codes.h.
+    const float *rotation, *basis;
+    std::int32_t kind;  // of enum Storage
+
+    bool four_bits() const { return kind == STORED_INT4; }
+    bool coded() const { return kind == STORED_INT8 || four_bits(); }
+    // Queries and weights stay float32.
+    bool plain() const { return kind == STORED_FP32 || kind == STORED_FP16; }
+    std::int64_t padded() const {
+        const std::int64_t unit = four_bits() ? 2 * WIDTH : WIDTH;
+        return (head_dim + unit - 1) / unit * unit;
+    }
+    std::int64_t bytes_of(std::int64_t numbers) const {
+        return four_bits() ? numbers / 2 : numbers * (kind == STORED_FP32 ? 4 : kind == STORED_INT8 ? 1 : 2);
+    }
+    std::int64_t row_bytes() const { return bytes_of(padded()); }
+    std::int64_t half_bytes() const { return block_size * (row_bytes() + (coded() ? 4 : 0)); }
+    float* scales(const std::uint8_t* half) const { return (float*)(half + block_size * row_bytes()); }
+    std::uint16_t* half_scales(const std::uint8_t* half) const { return (std::uint16_t*)scales(half); }
+    std::int64_t block_bytes() const { return latent ? block_size * latent_bytes() : kv_heads * 2 * half_bytes(); }
+    std::uint8_t* at_block(std::int64_t block) const { return pool + block * block_bytes(); }
+    std::uint8_t* keys(std::int64_t block, std::int64_t head) const { return at_block(block) + head * 2 * half_bytes(); }
+    std::uint8_t* values(std::int64_t block, std::int64_t head) const { return keys(block, head) + half_bytes(); }
+    // Of latents a block is one row for each token, and the scale of int8.
+    std::int64_t latent_bytes() const { return bytes_of(latent) + (coded() ? 4 : 0); }
+    std::uint8_t* latent_row(std::int64_t slot) const {
+        return at_block(slot / block_size) + slot % block_size * latent_bytes();
+    }
+    const float* basis_of(std::int64_t head, BasisRow row) const { return basis + (head * BASIS_ROWS + row) * padded(); }
+};
+
 struct Model {
     std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, vocabulary;
     std::int64_t rank, nope, wide;  // of latents: their numbers; of a head's key without positions; of its value. Or 0
@@ -77,7 +116,7 @@ struct Model {
     std::int64_t embeddings, context;  // rows of the embedding, and of every layer's table `rotary`
     float eps, scale, soft_cap, final_soft_cap, embedding_scale, latent_eps;
     std::int32_t activation, bits;  // bits of activations, 8 or 16
-    std::int32_t pool_kind, embedding_kind;  // of enum Storage
+    std::int32_t embedding_kind;             // of enum Storage
     std::int32_t wide_norms;                 // queries and keys are normed over all heads together
     std::int32_t interleaved;                // of latents: positions turn neighbours, not halves
     const void* embedding;                   // (embeddings, hidden)
@@ -85,52 +124,18 @@ struct Model {
     const float* norm;
     Linear head;
     const Layer* layer;
-    std::uint8_t* pool;
     const std::int64_t* hidden_layer;  // (hidden_states,) ascending: states after this layer are kept; `layers`: normed
     std::uint16_t* hidden_pool;        // bf16 (slots, hidden_states, hidden), or null
     std::int64_t hidden_states;
-    // Of a cache of four bits, else null: H (head_dim, padded) and (layers, kv_heads, BASIS_ROWS, padded) of kv_codes.h.
-    const float *rotation, *basis;
+    const Cache* cache;  // (cached,)
 
-    // The keys and then the values of a block and head are contiguous, in the layout of kv_tiles.h, each followed by
-    // its scales where they are int8, its scales and then its minima where they are int4. head_dim is rounded up to
-    // whole vectors, two where they are int4.
-    bool four_bits() const { return pool_kind == STORED_INT4; }
-    bool coded() const { return pool_kind == STORED_INT8 || four_bits(); }
+    // Numbers of the widest head in the caches.
     std::int64_t padded() const {
-        const std::int64_t unit = four_bits() ? 2 * WIDTH : WIDTH;
-        return (head_dim + unit - 1) / unit * unit;
+        std::int64_t most = 0;
+        for (std::int64_t i = 0; i < cached; i++) most = std::max(most, cache[i].padded());
+        return most;
     }
-    std::int64_t row_bytes() const {
-        return four_bits() ? padded() / 2 : padded() * (pool_kind == STORED_FP32 ? 4 : pool_kind == STORED_INT8 ? 1 : 2);
-    }
-    // Queries and weights stay float32.
-    bool plain() const { return pool_kind == STORED_FP32 || pool_kind == STORED_FP16; }
-    std::int64_t half_bytes() const { return block_size * (row_bytes() + (pool_kind == STORED_INT8 || four_bits() ? 4 : 0)); }
-    float* scales(const std::uint8_t* half) const { return (float*)(half + block_size * row_bytes()); }
-    std::uint16_t* half_scales(const std::uint8_t* half) const { return (std::uint16_t*)scales(half); }
-    std::int64_t block_bytes() const { return rank ? block_size * latent_bytes() : kv_heads * 2 * half_bytes(); }
-    std::uint8_t* at_block(std::int64_t layer, std::int64_t block) const {
-        return pool + (layer * blocks + block) * block_bytes();
-    }
-    std::uint8_t* keys(std::int64_t layer, std::int64_t block, std::int64_t head) const {
-        return at_block(layer, block) + head * 2 * half_bytes();
-    }
-    std::uint8_t* values(std::int64_t layer, std::int64_t block, std::int64_t head) const {
-        return keys(layer, block, head) + half_bytes();
-    }
-    // Of latents a block is one row for each token: c (rank), r (rotary), zeros up to whole vectors, the scale of int8.
     std::int64_t latent_numbers() const { return (rank + rotary + WIDTH - 1) / WIDTH * WIDTH; }
-    std::int64_t latent_bytes() const {
-        return latent_numbers() * (pool_kind == STORED_FP32 ? 4 : pool_kind == STORED_INT8 ? 1 : 2) +
-               (pool_kind == STORED_INT8 ? 4 : 0);
-    }
-    std::uint8_t* latent(std::int64_t layer, std::int64_t slot) const {
-        return at_block(layer, slot / block_size) + slot % block_size * latent_bytes();
-    }
-    const float* basis_of(std::int64_t layer, std::int64_t head, BasisRow row) const {
-        return basis + ((layer * kv_heads + head) * BASIS_ROWS + row) * padded();
-    }
     std::int64_t hidden_width() const { return hidden_states * hidden; }
     std::uint16_t* hidden_at(std::int64_t slot) const { return hidden_pool + slot * hidden_width(); }
 };

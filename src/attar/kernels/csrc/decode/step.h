@@ -52,6 +52,7 @@ public:
 
 protected:
     const Layer& layer() const { return model.layer[layer_index]; }
+    const Cache& cache() const { return model.cache[layer().index]; }
     bool attends() const { return layer().qkv.rows && (!layer().kernel || layer().recurrence); }
     std::int64_t q_width() const { return model.heads * model.head_dim; }
     std::int64_t qkv_width() const { return layer().qkv.rows; }
@@ -78,12 +79,13 @@ protected:
 
     void copy_blocks() {
         if (!batch.copies) return;
-        const std::int64_t bytes = model.block_bytes();
         worker.parallel_for(model.cached, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
             for (std::int64_t c = 0; c < batch.copies; c++) {
                 const std::int64_t from = batch.copy[2 * c], to = batch.copy[2 * c + 1], slots = model.block_size;
-                for (std::int64_t l = first; l < last; l++)
-                    std::memcpy(model.at_block(l, to), model.at_block(l, from), bytes);
+                for (std::int64_t l = first; l < last; l++) {
+                    const Cache& cache = model.cache[l];
+                    std::memcpy(cache.at_block(to), cache.at_block(from), cache.block_bytes());
+                }
                 if (!first && model.hidden_pool)
                     std::memcpy(model.hidden_at(to * slots), model.hidden_at(from * slots),
                                 slots * model.hidden_width() * sizeof(std::uint16_t));
@@ -271,17 +273,17 @@ protected:
         for (std::int64_t q = 0; q < group; q++) {
             rope_head(queries + q * dim, model.wide_norms ? nullptr : layer().query_norm, batch.positions[t]);
             for (std::int64_t d = 0; d < dim; d++) queries[q * dim + d] *= model.scale;
-            if (model.four_bits())
-                rotate_in_place(queries + q * dim, model.basis_of(layer().index, head, QUERY_FACTORS));
+            if (cache().four_bits())
+                rotate_in_place(queries + q * dim, cache().basis_of(head, QUERY_FACTORS));
         }
         rope_head(key, model.wide_norms ? nullptr : layer().key_norm, batch.positions[t]);
-        store_kv(model, layer().index, head, batch.slots[t], key, key + model.kv_heads * dim, codes.data(),
+        store_kv(cache(), head, batch.slots[t], key, key + model.kv_heads * dim, codes.data(),
                  rotated.data());
     }
 
     // A head times factors (head_dim,) or null, times H.
     void rotate_in_place(float* x, const float* factors) {
-        rotate_head(x, factors, model.rotation, model.head_dim, model.padded(), rotated.data());
+        rotate_head(x, factors, cache().rotation, model.head_dim, cache().padded(), rotated.data());
         std::copy_n(rotated.data(), model.head_dim, x);
     }
 
@@ -293,7 +295,7 @@ protected:
 
     // A task is a token, a key head and a KV split.
     void attend() {
-        Attention kernel(model, layer().index);
+        Attention kernel(model, cache());
         const std::int64_t tasks = batch.tokens * model.kv_heads * r.splits_;
         worker.parallel_for(tasks, Schedule::GUIDED, [&](std::int64_t first, std::int64_t last) {
             for (std::int64_t task = first; task < last; task++) attend_task(kernel, task);
@@ -318,14 +320,14 @@ protected:
         const std::int64_t row = (t * model.heads + head * group) * splits + split;
         const float* queries = r.qkv_.data() + t * qkv_width() + head * group * model.head_dim;
         SoftmaxState* state = r.states_.data() + row;
-        float* acc = r.acc_.data() + row * model.padded();
+        float* acc = r.acc_.data() + row * cache().padded();
         if (splits == 1) return kernel.attend(range, head, queries, state, acc);
         kernel.attend_split(range, split, head, queries, state, acc, splits);
     }
 
     // Dimensions [first, last) of a head's output, whose splits begin at `row`.
     void merge_head(std::int64_t head, std::int64_t row, std::int64_t first, std::int64_t last, float* to) {
-        const std::int64_t stride = model.padded();
+        const std::int64_t stride = cache().padded();
         const SoftmaxState state = merge_splits(r.states_.data() + row, r.acc_.data() + row * stride, r.splits_, stride,
                                                 first, last, to);
         const float sink = layer().sinks ? std::exp(layer().sinks[head] - state.peak) : 0.0f;
@@ -341,7 +343,7 @@ protected:
                 const std::int64_t row = (t * model.heads + head) * r.splits_, begin = head * dim;
                 const std::int64_t low = std::max(first, begin), high = std::min(last, begin + dim);
                 float* to = scratch.data() + low - first;
-                if (model.four_bits()) {
+                if (cache().four_bits()) {
                     merged.resize(dim);
                     merge_head(head, row, 0, dim, merged.data());
                     rotate_in_place(merged.data(), nullptr);

@@ -5,12 +5,13 @@ A store is append-only: a slot is written once and never quantized again from it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from attar.errors import SettingsError, nearest
 from attar.runtime.kv.store.kivi import KIVIStore
+from attar.runtime.kv.store.mixed import MixedStore
 from attar.runtime.kv.store.planes import DenseStore, PoolGeometry, Store
 from attar.runtime.kv.store.rotated import RotatedStore
 from attar.runtime.kv.store.scaled import ScaledStore
@@ -27,8 +28,11 @@ STORES: dict[str, Callable[[PoolGeometry, torch.device], Store]] = {
 }
 
 
-def make_store(name: str, geometry: PoolGeometry, device: torch.device) -> Store:
+def make_store(name: str, geometry: PoolGeometry, device: torch.device, formats: Sequence[str] = ()) -> Store:
     """The store of a name, empty.
+
+    Args:
+        formats: of each layer with int4, where layers differ: int4 or int8.
 
     Raises:
         SettingsError: the name is not known, or the geometry does not suit the format.
@@ -37,7 +41,7 @@ def make_store(name: str, geometry: PoolGeometry, device: torch.device) -> Store
         close = nearest(name, STORES)
         hint = f" (did you mean {close}?)" if close else ""
         raise SettingsError("kv_dtype", name, f"one of {', '.join(STORES)}{hint}")
-    return STORES[name](geometry, device)
+    return MixedStore(geometry, device, formats) if formats else STORES[name](geometry, device)
 
 
 __all__ = ["STORES", "PoolGeometry", "Store", "make_store"]

@@ -138,8 +138,12 @@ class PlaneStore:
             start = stop
         assert start == len(content), f"a block of {len(content)} bytes, not {start}"
 
-    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of cells: two tensors (m, head_dim)."""
+    def read_cells(self, cells: Cells, owner: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of cells: two tensors (m, head_dim).
+
+        Args:
+            owner: the layer and the head that wrote them, wherever they were moved.
+        """
         raise NotImplementedError
 
     def move_cells_(self, sources: Cells, targets: Cells) -> None:
@@ -165,7 +169,7 @@ class DenseStore(PlaneStore):
         for kind, x in enumerate(self.geometry.stored(k, v)):
             self.rows(self.data, layer, kind).index_copy_(0, slots, x.to(self.data.dtype))
 
-    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read_cells(self, cells: Cells, owner: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         kinds = (kind.flatten(1, 2)[cells].to(dtype) for kind in self.data.unbind(1))
         return self.geometry.loaded(*kinds)
 

@@ -44,10 +44,12 @@ class CacheBasis:
     Attributes:
         centers: float32 (2, layers, kv_heads, head_dim), c.
         factors: float32 (layers, kv_heads, head_dim), the diagonals of D.
+        formats: of the keys and values of each layer, int4 or int8 (scaled.py); empty: int4 in all.
     """
 
     centers: Tensor
     factors: Tensor
+    formats: tuple[str, ...] = ()
 
     @classmethod
     def of_centers(cls, centers: Tensor) -> CacheBasis:
@@ -61,6 +63,12 @@ class CacheBasis:
     def rows(self) -> Tensor:
         """For csrc/decode/kv_codes.h, float32 (layers, kv_heads, 4, head_dim): D, 1 / D and c D H."""
         return torch.stack((self.factors, 1 / self.factors, *rotated(self.centers * self.factors)), dim=2)
+
+
+def formats_label(kv_dtype: str, formats: Sequence[str]) -> str:
+    """A pool's format in words."""
+    wide = sum(name != kv_dtype for name in formats)
+    return f"{kv_dtype}, {wide} of {len(formats)} layers int8" if wide else kv_dtype
 
 
 class RotatedStore(PlaneStore):
@@ -90,13 +98,12 @@ class RotatedStore(PlaneStore):
             self.rows(self.codes, layer, kind).index_copy_(0, slots, codes)
             self.rows(self.pairs, layer, kind).index_copy_(0, slots, pairs)
 
-    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        layers, _, heads = cells
+    def read_cells(self, cells: Cells, owner: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         kinds = [
             decode(
                 codes.flatten(1, 2)[cells],
                 pairs.flatten(1, 2)[cells],
-                *(() if kind else self.basis.at(layers, heads)),
+                *(() if kind else self.basis.at(*owner)),
             )
             for kind, (codes, pairs) in enumerate(
                 zip(self.codes.unbind(1), self.pairs.unbind(1), strict=True)

@@ -38,7 +38,7 @@ class ScaledStore(PlaneStore):
             self.rows(self.codes, layer, kind).index_copy_(0, slots, q.view(torch.int8))
             self.rows(self.scales, layer, kind).index_copy_(0, slots, s)
 
-    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read_cells(self, cells: Cells, owner: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         kinds = (
             (q.flatten(1, 2)[cells].view(self.code).float() * s.flatten(1, 2)[cells]).to(dtype)
             for q, s in zip(self.codes.unbind(1), self.scales.unbind(1), strict=True)
