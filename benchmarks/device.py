@@ -87,7 +87,7 @@ def operators(device: str) -> bool:
             torch.full((1,), value, device=device, dtype=torch.int32) for value in (0, length - 1, length, 0)
         ]
         tree = torch.zeros(1, 0, device=device, dtype=torch.int32)
-        given = (q, keys, values, None, None, table, *at, tree, None, 0, 0.0)
+        given = (q, keys, values, None, None, None, table, *at, tree, None, 0, 0.0)
         agrees &= compare(f"attention over {length} entries", paged_attention, given)
     return agrees
 

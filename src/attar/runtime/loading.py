@@ -223,7 +223,9 @@ def _device(checkpoint: Checkpoint, settings: RunnerSettings) -> Device:
 
     model = build(stored.tensors, stored.load)
     kv_dtype = str(dtype).removeprefix("torch.") if settings.kv_dtype == "auto" else settings.kv_dtype
-    token_bytes = pool_token_bytes(model, kv_dtype)
+    sizes = model.cached, model.kv_heads, model.head_dim
+    basis = read_basis(checkpoint.path, *sizes) if kv_dtype == "int4" else None
+    token_bytes = pool_token_bytes(model, kv_dtype, () if basis is None else basis.formats)
     token_bytes += HiddenPool.token_bytes(len(settings.hidden_layers), model.hidden)
     if device.type == "cpu":
         tokens = settings.kv_tokens or pool_tokens(token_bytes, model.context)
@@ -232,7 +234,7 @@ def _device(checkpoint: Checkpoint, settings: RunnerSettings) -> Device:
         free = free_memory(device)
         tokens = planned_tokens(checkpoint.name, token_bytes, free, most=most, wanted=settings.kv_tokens)
     blocks, size = -(-tokens // settings.block_size), settings.block_size
-    options: dict[str, Any] = {"kv_dtype": kv_dtype, "dtype": dtype, "device": device}
+    options: dict[str, Any] = {"kv_dtype": kv_dtype, "dtype": dtype, "device": device, "basis": basis}
     runner = Device(model, blocks=blocks, block_size=size, **options)
     if settings.adapters:
         runner.with_adapters(build, stored.tensors, stored.load)

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from attar.kernels import kv_int4
 from attar.kernels.device import native, planes
 from attar.kernels.device.attention import paged_attention, rope_write
 from attar.kernels.device.elementwise import add_norm, gated, route
 from attar.kernels.device.products import dense_product, experts_dense, experts_product, packed_product
 from attar.kernels.kv_codes import encode
+from attar.kernels.kv_int4 import decode, rotated
 
 BITS = range(2, 9)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
@@ -199,9 +201,9 @@ STORES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8
 def pool(dtype, blocks=48):
     keys, values = (torch.randn(blocks, BLOCK, KV_HEADS, DIM, generator=drawn(seed)) for seed in (1, 2))
     if dtype not in (torch.int8, torch.float8_e4m3fn):
-        return keys.to(dtype), values.to(dtype), None, None
+        return keys.to(dtype), values.to(dtype), None, None, None
     (keys, of_keys), (values, of_values) = encode(keys, dtype), encode(values, dtype)
-    return keys, values, of_keys, of_values
+    return keys, values, of_keys, of_values, None
 
 
 def step(contexts, trees=False):
@@ -222,7 +224,7 @@ def step(contexts, trees=False):
     return table, *numbers, words
 
 
-def attended(q, keys, values, key_scales, value_scales, step_numbers, sinks, window, cap):
+def attended(q, keys, values, key_scales, value_scales, basis, step_numbers, sinks, window, cap):
     """Float64, entry by entry."""
     table, spans, positions, lengths, firsts, tree = step_numbers
     result = torch.empty(q.shape, dtype=torch.float64)
@@ -268,15 +270,50 @@ def test_attention(dtype, trees, sinks, window, cap):
     torch.testing.assert_close(actual.double(), wanted, **CLOSE)
 
 
+@pytest.mark.parametrize("dim", [8, 24])
+@pytest.mark.parametrize(("trees", "sinks", "window"), [(True, False, 0), (False, True, 20)])
+def test_four_bit_keys_and_values(dim, trees, sinks, window):
+    """Written as the store writes them; attended to as float64 does to what the store reads back."""
+    factors = torch.rand(KV_HEADS, dim, generator=drawn(1)) + 0.5
+    centers = torch.randn(2, KV_HEADS, dim, generator=drawn(2))
+    turned = rotated(centers * factors)
+    basis = torch.stack((factors, 1 / factors, *turned), dim=1)
+    cells = [torch.zeros(48, BLOCK, KV_HEADS, dim // 2, dtype=torch.uint8) for _ in range(2)]
+    cells += [torch.zeros(48, BLOCK, KV_HEADS, 2, dtype=torch.float16) for _ in range(2)]
+    T = 48 * BLOCK
+    qkv = torch.randn(T, (HEADS + 2 * KV_HEADS) * dim, generator=drawn(3)).mul_(2)
+    slots = torch.randperm(T, generator=drawn(4)).int()
+    nothing = torch.zeros(T).int(), slots, None, None, None
+    q = rope_write(qkv, *nothing, *cells, basis, HEADS, 1e-6, 0.5, False)
+    plain, keys, values = qkv.unflatten(1, (-1, dim)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    codes, of_values = kv_int4.encode(keys, factors, centers)[0], kv_int4.encode(values)
+    stored = [cell.flatten(0, 1)[slots.long()] for cell in cells]
+    assert torch.equal(stored[1], of_values[0]) and torch.equal(stored[3], of_values[1])
+    assert (stored[0] != codes).float().mean() < 0.01 and (stored[2] < 0).any()
+    read = [
+        decode(cell, pair, *of).double()
+        for cell, pair, of in zip(cells[:2], cells[2:], [(factors, centers), ()], strict=True)
+    ]
+    numbers = step([1, 5, 16, 17, 260, 33], trees)
+    tokens, of_heads = len(numbers[1]), torch.randn(HEADS, generator=drawn(5)) if sinks else None
+    out = paged_attention(q[:tokens], *cells, basis, *numbers, of_heads, window, 0.0)
+    wanted = attended(plain[:tokens] * 0.5, *read, None, None, None, numbers, of_heads, window, 0.0)
+    torch.testing.assert_close(out.double(), wanted, **CLOSE)
+
+
 def test_unseen_entries_may_be_no_numbers():
     keys, values, *_ = pool(torch.float32)
     numbers = step([3])
     block = int(numbers[0][0, 0])
-    wanted = paged_attention(torch.ones(1, HEADS, DIM), keys, values, None, None, *numbers, None, 0, 0.0)
+    wanted = paged_attention(
+        torch.ones(1, HEADS, DIM), keys, values, None, None, None, *numbers, None, 0, 0.0
+    )
     for plane in (keys, values):
         plane[torch.arange(48) != block] = math.nan
         plane[block, 3:] = math.nan
-    actual = paged_attention(torch.ones(1, HEADS, DIM), keys, values, None, None, *numbers, None, 0, 0.0)
+    actual = paged_attention(
+        torch.ones(1, HEADS, DIM), keys, values, None, None, None, *numbers, None, 0, 0.0
+    )
     assert torch.equal(actual, wanted)
 
 
@@ -311,7 +348,7 @@ def test_keys_and_values_are_written(dtype, wide):
         wanted = turned(rows[:HEADS], norms[0], position) * 0.3
         torch.testing.assert_close(q[t].double(), wanted, **CLOSE)
         wanted = turned(rows[HEADS:-KV_HEADS], norms[1], position), rows[-KV_HEADS:].double()
-        for plane, scales, x in zip(planes_of_pool[:2], planes_of_pool[2:], wanted, strict=True):
+        for plane, scales, x in zip(planes_of_pool[:2], planes_of_pool[2:4], wanted, strict=True):
             stored = plane[cell].double() if scales is None else plane[cell].double() * scales[cell]
             off = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3, torch.int8: 5e-3}
             limit = off.get(dtype, 0.04) * x.abs().amax(-1, keepdim=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attar.kernels import kv_int4
 from attar.kernels.kv_codes import encode
 from attar.runtime.step import ancestors, depths
 
@@ -15,10 +16,12 @@ class PagedStep:
 
     Attributes:
         seen: of each token, pairs of the entries' keys and values, float64 (n, g, d), and positions.
+        queries: (T, h, d), in no basis.
     """
 
     arguments: list
     seen: list[tuple[Tensor, Tensor, Tensor]]
+    queries: Tensor
 
     @classmethod
     def random(cls, spans, *, h=4, g=2, d=32, B=16, store=torch.float32, dtype=torch.float32, sinks=False,
@@ -30,8 +33,17 @@ class PagedStep:
         tables = shuffled.view(len(spans), X).int()
         shape = (len(spans) * X, B, g, d)
         plain = torch.randn(2, *shape)
-        scales = (None, None)
-        if store in (torch.int8, torch.float8_e4m3fn):
+        scales, factors, basis = (None, None), None, None
+        if store == torch.uint8:
+            factors, centers = torch.rand(g, d) + 0.5, torch.randn(2, g, d)
+            basis = torch.stack((factors, 1 / factors, *kv_int4.rotated(centers * factors)), dim=1)
+            parts = (plain[0], factors, centers), (plain[1],)
+            plane, scales = zip(*(kv_int4.encode(*part) for part in parts), strict=True)
+            meaning = [
+                kv_int4.decode(c, s, *part[1:]).double()
+                for c, s, part in zip(plane, scales, parts, strict=True)
+            ]
+        elif store in (torch.int8, torch.float8_e4m3fn):
             codes, scales = zip(*(encode(part, store) for part in plain), strict=True)
             plane, meaning = (
                 list(codes),
@@ -69,15 +81,17 @@ class PagedStep:
             total += count
             if window:  # released early
                 tables[number, : max(0, before - window + 1) // B] = -1
-        q = (torch.randn(total, h, d) * d**-0.5).to(dtype)
+        q = torch.randn(total, h, d) * d**-0.5
+        turned = q if factors is None else kv_int4.rotated(q / factors.repeat_interleave(h // g, 0))
         ints = {name: torch.tensor(column, dtype=torch.int32) for name, column in columns.items()}
         ints["tree"] = ints["tree"].view(total, words)
         extra = torch.randn(h) if sinks else None
-        return cls([q, *plane, *scales, tables, *ints.values(), extra, window, soft_cap], seen)
+        numbers = [turned.to(dtype), *plane, *scales, basis, tables, *ints.values()]
+        return cls([*numbers, extra, window, soft_cap], seen, q.to(dtype) if basis is None else q)
 
     def expected(self) -> Tensor:
         """float64 (T, h, d)."""
-        q, sinks, soft_cap = self.arguments[0].double(), self.arguments[-3], self.arguments[-1]
+        q, sinks, soft_cap = self.queries.double(), self.arguments[-3], self.arguments[-1]
         rows = []
         for t, (k, v) in enumerate(self.seen):
             times = q.shape[1] // k.shape[1]
@@ -93,10 +107,11 @@ class PagedStep:
 
     def part(self, tokens: slice) -> list:
         """The arguments of some tokens alone, as another step would have them."""
-        q, k, v, ks, vs, tables, spans, positions, lengths, firsts, tree, sinks, window, cap = self.arguments
+        q, *pool = self.arguments[:6]
+        tables, spans, positions, lengths, firsts, tree, sinks, window, cap = self.arguments[6:]
         rows = spans[tokens].unique()
         again = torch.searchsorted(rows, spans[tokens]).int()
         first = firsts[tokens] - firsts[tokens].min()
         cut = [part[tokens].contiguous() for part in (positions, lengths, tree)]
-        head = [q[tokens].contiguous(), k, v, ks, vs, tables[rows.long()].contiguous(), again]
+        head = [q[tokens].contiguous(), *pool, tables[rows.long()].contiguous(), again]
         return [*head, cut[0], cut[1], first, cut[2], sinks, window, cap]

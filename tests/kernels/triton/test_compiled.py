@@ -47,14 +47,22 @@ def of_experts(tokens, kind, E=16, k=8, K=2048, N=1536):
     return lambda: experts.experts_product(empty(tokens, K), *weight, *pairs, 4, k)
 
 
+def cells(blocks, B, g, d, store):
+    """A layer's part of the pool, its scales and the basis."""
+    if store == torch.uint8:
+        pool, scales = empty(blocks, B, g, d // 2, dtype=store), empty(blocks, B, g, 2, dtype=torch.float16)
+        return pool, scales, empty(g, 4, d, dtype=FLOAT)
+    scales = empty(blocks, B, g, 1, dtype=FLOAT) if store.itemsize == 1 else None
+    return empty(blocks, B, g, d, dtype=store), scales, None
+
+
 def attention(
     T, S, store=torch.bfloat16, h=32, g=8, d=128, W=0, sinks=False, window=0, cap=0.0, act=torch.bfloat16
 ):
     from attar.kernels.triton import paged
 
     B, X = 64, 16
-    pool = empty(S * X, B, g, d, dtype=store)
-    scales = empty(S * X, B, g, 1, dtype=FLOAT) if store.itemsize == 1 else None
+    pool, scales, basis = cells(S * X, B, g, d, store)
     ints = (empty(T, dtype=INT) for _ in range(4))
     numbers = [
         empty(S, X, dtype=INT),
@@ -63,7 +71,7 @@ def attention(
         empty(h, dtype=FLOAT) if sinks else None,
     ]
     return lambda: paged.paged_attention(
-        empty(T, h, d, dtype=act), pool, pool, scales, scales, *numbers, window, cap
+        empty(T, h, d, dtype=act), pool, pool, scales, scales, basis, *numbers, window, cap
     )
 
 
@@ -71,14 +79,11 @@ def rope(store, wide=False):
     from attar.kernels.triton import fused
 
     h, g, d = 32, 8, 128
-    pool, scales = (
-        empty(8, 64, g, d, dtype=store),
-        empty(8, 64, g, 1, dtype=FLOAT) if store.itemsize == 1 else None,
-    )
+    pool, scales, basis = cells(8, 64, g, d, store)
     norms = [empty(d * (n if wide else 1), dtype=FLOAT) for n in (h, g)]
     at = empty(8, dtype=INT), empty(8, dtype=INT), empty(4096, d, dtype=FLOAT)
     return lambda: fused.rope_write(
-        empty(8, (h + 2 * g) * d), *at, *norms, pool, pool, scales, scales, h, 1e-5, 0.1, wide
+        empty(8, (h + 2 * g) * d), *at, *norms, pool, pool, scales, scales, basis, h, 1e-5, 0.1, wide
     )
 
 
@@ -135,10 +140,11 @@ PRODUCTS = {
 ATTENTION = {
     **{
         f"decode from {store}": (attention, 8, 8, store)
-        for store in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+        for store in (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
     },
     "prompt": (attention, 1024, 2),
     "prompt from int8": (attention, 1024, 2, torch.int8),
+    "prompt from int4": (attention, 1024, 2, torch.uint8),
     "everything": (attention, 64, 8, torch.bfloat16, 32, 8, 128, 1, True, 128, 30.0),
     "heads of 256": (attention, 512, 2, torch.bfloat16, 16, 8, 256),
     "heads of 64, one of keys": (attention, 8, 8, torch.bfloat16, 40, 1, 64),
@@ -146,7 +152,10 @@ ATTENTION = {
 OTHERS = {
     "float16 beside bfloat16": (attention, 8, 8, torch.float16),
     "float32": (attention, 1024, 2, FLOAT, 32, 8, 128, 0, False, 0, 0.0, FLOAT),
-    **{f"rope to {store}": (rope, store) for store in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)},
+    **{
+        f"rope to {store}": (rope, store)
+        for store in (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
+    },
     "rope, wide norms": (rope, torch.bfloat16, True),
     "columns": (columns, 128),
     "columns of 16 levels, descending": (columns, 128, tuple(range(-8, 8)), True, True),

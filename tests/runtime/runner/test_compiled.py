@@ -45,8 +45,8 @@ def models():
 
 @pytest.fixture(autouse=True, params=slow_but(("compiled", "device"), "compiled"))
 def made(request, monkeypatch):
-    """What ``runner`` makes: the device runner has the same tests. It has no threads and no int4 cache, and
-    its activations are float32."""
+    """What ``runner`` makes: the device runner has the same tests. It has no threads, and its activations
+    are float32."""
     monkeypatch.setitem(globals(), "MAKE", RUNNERS[request.param])
     return request.param
 
@@ -59,8 +59,6 @@ def compiled_runner(model, **settings):
 def device_runner(model, **settings):
     given = {"blocks": 24, "kv_dtype": "float32", **settings}
     given.pop("threads", None), given.pop("bits", None)
-    if given["kv_dtype"] == "int4":
-        pytest.skip("the device runner has no int4 cache")
     return device(model.config, model.state_dict(), **given)
 
 

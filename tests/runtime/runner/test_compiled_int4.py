@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from attar.kernels.build import load
-from attar.runtime.kv.store.rotated import CacheBasis, encode
+from attar.kernels.kv_int4 import encode
+from attar.runtime.kv.store.rotated import CacheBasis
 from attar.runtime.runner.compiled import _key_centers, compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan

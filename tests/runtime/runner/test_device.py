@@ -4,6 +4,7 @@ runner's. test_compiled.py has its other tests, which both runners pass."""
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import itertools
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from attar.kernels.device import planes
 from attar.kernels.experts import MixtureWeights
 from attar.kernels.packed import quantize
 from attar.runtime.admission import Limits
+from attar.runtime.kv.store.rotated import CacheBasis
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner import choice
@@ -30,6 +32,7 @@ from attar.runtime.runner.device.model import on_device
 from attar.runtime.runner.device.runner import KV_DTYPES, DevicePool, DeviceProgram, device_runner
 from attar.runtime.runner.device.shared_expert import with_shared_expert
 from attar.runtime.runner.device.step import StepShape, shape_of, stage, views
+from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_mixtures, tiny_models
@@ -79,6 +82,25 @@ def test_a_token_of_a_mixture_does_not_depend_on_its_batch(family, weights):
     first = busy.run(step((1, other, 0, 32, [0, 1]), (0, ids, 0, 33, [5, 2, 9])))[32:]
     second = busy.run(step((0, ids, 33, LENGTH, [5, 2, 9]), (1, other, 32, 33, [0, 1, 3])))[:-1]
     assert torch.equal(torch.cat([first, second]), wanted)
+
+
+@pytest.mark.parametrize("family", slow_but(("qwen3", "gemma2"), "qwen3"))
+def test_four_bit_keys_and_values_are_those_of_the_modules(family):
+    """Of one layer, in which a code that rounds to its other neighbour changes no later one."""
+    model, ids = tiny_models.build(family, num_hidden_layers=1, layer_types=None), tokens()
+    plain = Modules(copy.deepcopy(model), blocks=24, kv_dtype="int4")
+    drawn = torch.randn(plain.pool.store.basis.factors.shape, generator=torch.Generator().manual_seed(1))
+    calibrated = CacheBasis(plain.pool.store.basis.centers, (drawn / 4).exp())
+    for basis in (None, calibrated, dataclasses.replace(calibrated, formats=("int8",))):
+        both = []
+        for one in (
+            Modules(copy.deepcopy(model), blocks=24, kv_dtype="int4", basis=basis),
+            runner(model, kv_dtype="int4", basis=basis),
+        ):
+            parts = [one.run(step((0, ids, a, b, [5, 2, 9]))) for a, b in ((0, 33), (33, 34), (34, LENGTH))]
+            both.append(torch.cat(parts))
+        exact = runner(model).run(step((0, ids, 0, LENGTH, [5, 2, 9])))
+        assert (both[1] - both[0]).norm() < 0.02 * (both[0] - exact).norm()
 
 
 def codes(bits, rows=5, columns=96, zeros=False, kind="int8", seed=0):

@@ -8,7 +8,8 @@ without a value (gpt-oss).
 
 Letters: T tokens of the step, h query heads, g key and value heads, d head_dim; S sequences, X blocks of the
 longest table, B slots of a block; W words of a tree's bits. Pool: (blocks, B, g, d); with codes of one byte
-(kv_codes.py) scales float32 (blocks, B, g, 1).
+(kv_codes.py) scales float32 (blocks, B, g, 1). With codes of 4 bits (kv_int4.py) bytes (blocks, B, g, d / 2),
+pairs s, m float16 (..., 2) as scales, and a basis float32 (g, 4, d): D, 1 / D, and c D H of both c.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import math
 import torch
 from torch import Tensor
 
+from attar.kernels import kv_int4
 from attar.kernels.device.elementwise import rms_norm, tanh
 from attar.kernels.device.planes import WORD
 from attar.kernels.device.registry import operator
-from attar.kernels.kv_codes import encode
+from attar.kernels.kv_codes import encode, unpacked
 
 SPLIT = 256  # entries
 LOWEST = torch.finfo(torch.float32).min
@@ -29,8 +31,9 @@ TOKENS = 32  # whose keys the torch body gathers at a time
 
 
 def _rope_write_shape(qkv: Tensor, keys: Tensor, heads: int) -> Tensor:
-    g, d = keys.shape[2:]
-    torch._check(qkv.shape[1] == (heads + 2 * g) * d)
+    g = keys.shape[2]
+    d = qkv.shape[1] // (heads + 2 * g)
+    torch._check(d in (keys.shape[3], 2 * keys.shape[3]))
     return qkv.new_empty(qkv.shape[0], heads, d)
 
 
@@ -46,6 +49,7 @@ def rope_write(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    basis: Tensor | None,
     heads: int,
     eps: float,
     scale: float,
@@ -58,13 +62,15 @@ def rope_write(
         positions, slots: int32 (T,).
         rotary: float32 (context, r), r / 2 cosines, then sines: of the pairs (i, i + r / 2) of a head.
         query_norm, key_norm: float32 (d,), or over all heads together with ``wide``.
-        keys, values: the layer's part of the pool: float, int8 or float8_e4m3fn.
+        keys, values: the layer's part of the pool: float, int8, float8_e4m3fn, or uint8 of 4-bit codes.
+        basis: of these.
         heads: h.
 
     Returns:
-        Queries (T, h, d) of qkv's dtype.
+        Queries (T, h, d) of qkv's dtype; with a basis q D^-1 H.
     """
-    g, d = keys.shape[2:]
+    g = keys.shape[2]
+    d = qkv.shape[1] // (heads + 2 * g)
     q, k, v = qkv.float().split([heads * d, g * d, g * d], dim=1)
     if wide:
         q, k = (x if w is None else rms_norm(x, w, eps) for x, w in ((q, query_norm), (k, key_norm)))
@@ -74,16 +80,19 @@ def rope_write(
     if rotary is not None:
         angles = rotary.index_select(0, positions)[:, None]
         q, k = _rotated(q, angles), _rotated(k, angles)
+    q = q * scale
+    if basis is not None:
+        q = kv_int4.rotated(q * basis[:, 1].repeat_interleave(heads // g, 0))
     for x, pool, scales in ((k, keys, key_scales), (v, values, value_scales)):
-        codes = x.to(pool.dtype)
+        codes = x.to(pool.dtype) if scales is None else None
         if scales is not None:
-            codes, s = encode(x, pool.dtype)
-            scales.view(-1, g, 1).index_copy_(0, slots.long(), s)
-        rows, stored = pool.view(-1, g, d), codes
+            codes, s = _coded(x, pool.dtype, None if basis is None or pool is values else basis)
+            scales.view(-1, *scales.shape[2:]).index_copy_(0, slots.long(), s)
+        rows, stored = pool.view(-1, *pool.shape[2:]), codes
         if pool.dtype == torch.float8_e4m3fn:  # torch indexes no float8
             rows, stored = rows.view(torch.int8), codes.view(torch.int8)
         rows.index_copy_(0, slots.long(), stored)
-    return (q * scale).to(qkv.dtype)
+    return q.to(qkv.dtype)
 
 
 def _paged_attention_shape(q: Tensor) -> Tensor:
@@ -97,6 +106,7 @@ def paged_attention(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    basis: Tensor | None,
     tables: Tensor,
     spans: Tensor,
     positions: Tensor,
@@ -114,7 +124,7 @@ def paged_attention(
     positions above its own minus the window; the position of an entry before ``length`` is its index.
 
     Args:
-        q: (T, h, d), scaled.
+        q: (T, h, d), scaled; with a basis q D^-1 H.
         tables: int32 (S, X); -1: a block that was released, which no token sees.
         spans: int32 (T,), the sequence of each token.
         positions, lengths, firsts: int32 (T,).
@@ -147,7 +157,8 @@ def paged_attention(
                 token = (first + node).clamp(0, len(q) - 1)
                 seen &= torch.where(node < 0, j, positions[token]) > at - window
             slot = (block.clamp(min=0) * B + j % B).long()
-            k, v = _gathered(keys, key_scales, slot), _gathered(values, value_scales, slot)
+            k = _gathered(keys, key_scales, slot, basis)
+            v = _gathered(values, value_scales, slot)
             scores = queries @ k.mT  # (t, g, h / g, SPLIT)
             if soft_cap:
                 scores = tanh(scores / soft_cap) * soft_cap
@@ -157,7 +168,8 @@ def paged_attention(
         peak, total, acc = state
         if sinks is not None:
             total = total + (sinks.view(g, -1, 1) - peak).exp()
-        parts.append((acc / total).flatten(1, 2))
+        out = acc / total
+        parts.append((out if basis is None else kv_int4.rotated(out)).flatten(1, 2))
     return torch.cat(parts).to(q.dtype)
 
 
@@ -168,14 +180,33 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cosines - b * sines, b * cosines + a * sines, unturned], dim=-1)
 
 
-def _gathered(pool: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
-    """float32 (t, g, n, d) of slots (t, n); contiguous, so that products do not depend on t."""
+def _coded(x: Tensor, code: torch.dtype, basis: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of heads (T, g, d); of 4 bits with a basis as keys, without as values."""
+    if code != torch.uint8:
+        return encode(x, code)
+    if basis is None:
+        return kv_int4.encode(x)
+    x = x.clamp(-kv_int4.LARGEST, kv_int4.LARGEST)  # so that no sum of the rotation is infinite
+    return kv_int4.encode_turned(kv_int4.rotated(x * basis[:, 0]), basis[:, 2:].unbind(1))
+
+
+def _gathered(pool: Tensor, scales: Tensor | None, slots: Tensor, basis: Tensor | None = None) -> Tensor:
+    """float32 (t, g, n, d) of slots (t, n); contiguous, so that products do not depend on t. Of 4-bit codes
+    q s + m, and c D H of keys more."""
     rows = pool.view(-1, *pool.shape[2:])
     if pool.dtype == torch.float8_e4m3fn:
         rows = rows.view(torch.int8)
-    x = rows[slots].view(pool.dtype).float()
-    x = x if scales is None else x * scales.view(-1, *scales.shape[2:])[slots]
-    return x.transpose(1, 2).contiguous()
+    x = rows[slots].view(pool.dtype)
+    if scales is None:
+        return x.float().transpose(1, 2).contiguous()
+    of = scales.view(-1, *scales.shape[2:])[slots].float()
+    if pool.dtype != torch.uint8:
+        return (x.float() * of).transpose(1, 2).contiguous()
+    s, m = of.split(1, dim=-1)
+    y = torch.addcmul(m, unpacked(x, 4), s.abs())
+    if basis is not None:
+        y = y + torch.where(s < 0, basis[:, 3], basis[:, 2])
+    return y.transpose(1, 2).contiguous()
 
 
 def _empty(queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:

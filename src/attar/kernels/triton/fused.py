@@ -7,6 +7,7 @@ keys and values, gated activations. Arguments as in ``kernels/device``; all arit
     gated        act(gate) up
 
 FP8 (e4m3) is rounded by its bits, so that cards without such conversions (before sm_89) write the same bytes.
+Codes of 4 bits are those of ``kernels/kv_int4.py``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attar.kernels.triton.rounding import e4m3_bits, round_even, tanh
+from attar.kernels import kv_int4
+from attar.kernels.triton.rounding import e4m3_bits, hadamard, round_even, tanh
 
 NUMBERS = 512  # of gated in a program
 FLOOR = tl.constexpr(1e-6)  # smallest scale of a stored row
-KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "int4"}
+RANGES = tl.constexpr(kv_int4.RANGES)
+LARGEST, SMALLEST = tl.constexpr(kv_int4.LARGEST), tl.constexpr(kv_int4.SMALLEST)
 
 
 @triton.jit
@@ -80,16 +84,18 @@ def add_norm(
 
 @triton.jit
 def rope_write_kernel(
-    qkv, positions, slots, rotary, query_norm, key_norm, keys, values, key_scales, value_scales, q,
+    qkv, positions, slots, rotary, query_norm, key_norm, keys, values, key_scales, value_scales, basis, q,
     eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
-    WIDE: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WIDE: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: of the queries, keys or values.
 
     Args:
         ROTARY: dimensions that are rotated; NORM: queries and keys are normed, WIDE: over all heads.
-        KIND: of the store: plain, int8 or fp8. SIZE, QUERIES, KEYS: powers of two that hold d, h d and g d.
+        KIND: of the store: plain, int8, fp8 or int4, whose Hadamard matrix has BLOCK rows.
+        SIZE, QUERIES, KEYS: powers of two that hold d, h d and g d.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = qkv + token * ((HEADS + 2 * KV_HEADS) * D)
@@ -129,13 +135,74 @@ def rope_write_kernel(
             sine = tl.load(angles + half + pair, mask=turned, other=0.0)
             x = x * cosine + tl.where(i < half, -other, other) * sine
     if head < HEADS:
-        tl.store(q + (token * HEADS + head) * D + i, (x * scale).to(q.dtype.element_ty), mask=inside)
+        x = x * scale
+        if KIND == "int4":
+            of_key = basis + (head // (HEADS // KV_HEADS) * 4 + 1) * D
+            x = x * tl.load(of_key + i, mask=inside, other=0.0)
+            x = tl.reshape(hadamard(x, 1, SIZE, BLOCK), (SIZE,))
+        tl.store(q + (token * HEADS + head) * D + i, x.to(q.dtype.element_ty), mask=inside)
     else:
         cell = tl.load(slots + token).to(tl.int64) * KV_HEADS
         if head < HEADS + KV_HEADS:
-            store_row(keys, key_scales, cell + head - HEADS, x, i, inside, D, KIND)
+            kv = head - HEADS
+            if KIND == "int4":
+                store_int4(
+                    keys, key_scales, cell + kv, x, i, inside, basis + kv * 4 * D, D, SIZE, BLOCK, True
+                )
+            else:
+                store_row(keys, key_scales, cell + kv, x, i, inside, D, KIND)
         else:
-            store_row(values, value_scales, cell + head - HEADS - KV_HEADS, x, i, inside, D, KIND)
+            kv = head - HEADS - KV_HEADS
+            if KIND == "int4":
+                store_int4(values, value_scales, cell + kv, x, i, inside, basis, D, SIZE, BLOCK, False)
+            else:
+                store_row(values, value_scales, cell + kv, x, i, inside, D, KIND)
+
+
+@triton.jit
+def store_int4(
+    plane, pairs, cell, x, i, inside, basis, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    KEY: tl.constexpr,
+):  # fmt: skip
+    """Codes of a row of D numbers, and s and m; of a key in its head's basis."""
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    if KEY:
+        x = x * tl.load(basis + i, mask=inside, other=0.0)
+    y = tl.reshape(hadamard(x, 1, SIZE, BLOCK), (SIZE,))
+    sign = 1.0
+    if KEY:
+        usual = y - tl.load(basis + 2 * D + i, mask=inside, other=0.0)
+        first = y - tl.load(basis + 3 * D + i, mask=inside, other=0.0)
+        other = spread(first, inside) < spread(usual, inside)
+        y = tl.where(other, first, usual)
+        sign = tl.where(other, -1.0, 1.0)
+    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+    low = tl.min(tl.where(inside, y, float("inf")), 0)
+    high = tl.max(tl.where(inside, y, float("-inf")), 0)
+    a, b = (low + high) / 2, (high - low) / 2
+    s, m, q, least = 0.0, 0.0, tl.zeros_like(y), float("inf")
+    for n in tl.static_range(4):
+        lowest = (a - RANGES[n] * b).to(tl.float16).to(tl.float32)
+        step = tl.div_rn(a + RANGES[n] * b - lowest, 15.0).to(tl.float16).to(tl.float32)
+        step = tl.maximum(step, SMALLEST)
+        code = round_even(tl.minimum(tl.maximum(tl.div_rn(y - lowest, tl.zeros_like(y) + step), -1.0), 16.0))
+        code = tl.minimum(tl.maximum(code, 0.0), 15.0)
+        off = tl.where(inside, tl.fma(code, tl.zeros_like(y) + step, lowest - y), 0.0)
+        error = tl.sum(off * off, 0)
+        better = error < least
+        s, m = tl.where(better, step, s), tl.where(better, lowest, m)
+        q, least = tl.where(better, code, q), tl.where(better, error, least)
+    even, odd = tl.split(tl.reshape(q.to(tl.int32), (SIZE // 2, 2)))
+    byte = tl.arange(0, SIZE // 2)
+    tl.store(plane + cell * (D // 2) + byte, (even | (odd << 4)).to(tl.uint8), mask=byte < D // 2)
+    tl.store(pairs + cell * 2, (s * sign).to(tl.float16))
+    tl.store(pairs + cell * 2 + 1, m.to(tl.float16))
+
+
+@triton.jit
+def spread(y, inside):
+    """The range of the numbers inside."""
+    return tl.max(tl.where(inside, y, float("-inf")), 0) - tl.min(tl.where(inside, y, float("inf")), 0)
 
 
 @triton.jit
@@ -163,24 +230,26 @@ def rope_write(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    basis: Tensor | None,
     heads: int,
     eps: float,
     scale: float,
     wide: bool,
 ) -> Tensor:
     """Queries (T, h, d); keys and values go to their slots."""
-    T, (kv_heads, d) = len(qkv), keys.shape[2:]
+    T, kv_heads = len(qkv), keys.shape[2]
+    d = qkv.shape[1] // (heads + 2 * kv_heads)
     assert (query_norm is None) == (key_norm is None), "norms of queries alone, or of keys alone"
     q = torch.empty(T, heads, d, dtype=qkv.dtype, device=qkv.device)
     optional = (qkv if part is None else part for part in (rotary, query_norm, key_norm))
     kind = KINDS.get(keys.dtype, "plain")
-    planes = (plane if kind == "plain" else plane.view(torch.int8) for plane in (keys, values))
-    scales = (qkv if part is None else part for part in (key_scales, value_scales))
+    planes = (plane.view(torch.int8) if kind in ("int8", "fp8") else plane for plane in (keys, values))
+    scales = (qkv if part is None else part for part in (key_scales, value_scales, basis))
     width = triton.next_power_of_2(max(heads, kv_heads) * d) if wide else 1
     rope_write_kernel[(T, heads + 2 * kv_heads)](
         qkv, positions, slots, *optional, *planes, *scales, q, eps, scale,
         heads, kv_heads, d, 0 if rotary is None else rotary.shape[1], query_norm is not None,
-        wide, kind, triton.next_power_of_2(d), width, width, num_warps=1 if width < 1024 else 4,
+        wide, kind, triton.next_power_of_2(d), d & -d, width, width, num_warps=1 if width < 1024 else 4,
     )  # fmt: skip
     return q
 

@@ -18,7 +18,8 @@ Bounds come from memory (``lengths``), and from no argument: a captured launch s
 grow.
 
 Source of the online softmax: Milakov, Gimelshein 2018, arXiv 1805.02867; of splits: Flash-Decoding (Dao,
-Haziza, Massa, Sizov 2023). Bytes of FP8 are decoded by arithmetic, on every card alike.
+Haziza, Massa, Sizov 2023). Bytes of FP8 are decoded by arithmetic, on every card alike. Codes of 4 bits
+(``kernels/kv_int4.py``) become numbers of the type that is multiplied, and their sum is rotated back once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attar.kernels.triton.fused import KINDS
-from attar.kernels.triton.rounding import e4m3_value, tanh
+from attar.kernels.triton.rounding import e4m3_value, hadamard, tanh
 
 SPLIT = tl.constexpr(256)  # entries
 LOWEST = tl.constexpr(-1e30)  # the peak of nothing
@@ -51,6 +52,27 @@ def stored_tile(plane, rows, inside, i, D: tl.constexpr, KIND: tl.constexpr, lik
 
 
 @triton.jit
+def int4_tile(
+    plane, pairs, basis, rows, inside, i, D: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    KEY: tl.constexpr, like,
+):  # fmt: skip
+    """q s + m (KEYS, SIZE) in the type of ``like``, and of keys c D H more; pairs: two float16 in 32 bits."""
+    byte = tl.arange(0, SIZE // 2)
+    some = inside[:, None] & (byte < D // 2)[None, :]
+    two = tl.load(plane + rows[:, None] * (D // 2) + byte[None, :], mask=some, other=0)
+    code = tl.reshape(tl.join(two & 15, two >> 4), (KEYS, SIZE)).to(tl.float32)
+    pair = tl.load(pairs + rows, mask=inside, other=0)
+    s = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    m = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    y = tl.fma(code, tl.broadcast_to(tl.abs(s)[:, None], code.shape), m[:, None])
+    if KEY:
+        usual = tl.load(basis + 2 * D + i, mask=i < D, other=0.0)[None, :]
+        first = tl.load(basis + 3 * D + i, mask=i < D, other=0.0)[None, :]
+        y += tl.where((s < 0)[:, None], first, usual)
+    return tl.where(inside[:, None] & (i < D)[None, :], y, 0.0).to(like)
+
+
+@triton.jit
 def merged(total, peak, weight, acc, top, sum_):
     """A split's values, peak and sum added to those so far; (rows, i), (rows,), (rows,)."""
     new = tl.maximum(peak, top)
@@ -60,20 +82,24 @@ def merged(total, peak, weight, acc, top, sum_):
 
 
 @triton.jit
-def finished(total, peak, weight, sinks, head, inside, SINKS: tl.constexpr):
-    """The output (rows, i) of merged splits."""
+def finished(
+    total, peak, weight, sinks, head, inside, SINKS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """The output (ROWS, SIZE) of merged splits; TURNED: rows of the Hadamard matrix of its store, or 0."""
     if SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0.0)
         new = tl.maximum(peak, sink)
         before = tl.exp(peak - new)
         total, weight = total * before[:, None], tl.fma(weight, before, tl.exp(sink - new))
-    return total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    return hadamard(total, ROWS, SIZE, TURNED) if TURNED else total
 
 
 @triton.jit
 def attend_split(
-    q, keys, values, key_scales, value_scales, table, kv, positions, mine, token, length, first, position,
-    tree, begin, end, start, blocks, window, soft_cap,
+    q, keys, values, key_scales, value_scales, basis, table, kv, positions, mine, token, length, first,
+    position, tree, begin, end, start, blocks, window, soft_cap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr,
     SOFT: tl.constexpr, TYPE: tl.constexpr, VALUE_TYPE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
@@ -97,8 +123,12 @@ def attend_split(
         block = tl.load(table + j // B, mask=known, other=-1)
         known &= (block >= 0) & (j >= start)
         cells = (block.to(tl.int64) * B + j % B) * KV_HEADS + kv
-        k = stored_tile(keys, cells, known, i, D, KIND, TYPE)
-        v = stored_tile(values, cells, known, i, D, KIND, VALUE_TYPE)
+        if KIND == "int4":
+            k = int4_tile(keys, key_scales, basis + kv * 4 * D, cells, known, i, D, KEYS, SIZE, True, TYPE)
+            v = int4_tile(values, value_scales, basis, cells, known, i, D, KEYS, SIZE, False, VALUE_TYPE)
+        else:
+            k = stored_tile(keys, cells, known, i, D, KIND, TYPE)
+            v = stored_tile(values, cells, known, i, D, KIND, VALUE_TYPE)
         seen = j[None, :] < length[:, None]
         at = tl.broadcast_to(j[None, :], (ROWS, KEYS))
         if W:
@@ -110,7 +140,7 @@ def attend_split(
             seen |= drafted
         seen &= mine[:, None] & known[None, :] & ((window <= 0) | (at > position[:, None] - window))
         score = tl.dot(q.to(TYPE), tl.trans(k), input_precision=PRECISION)
-        if KIND != "plain":
+        if KIND == "int8" or KIND == "fp8":
             unit: tl.constexpr = 256.0 if KIND == "fp8" else 1.0
             score *= (tl.load(key_scales + cells, mask=known, other=0.0) * unit)[None, :]
         if SOFT:
@@ -120,7 +150,7 @@ def attend_split(
         alpha = tl.exp(peak - new)
         p = tl.exp(score - new[:, None])
         sum_ = tl.dot(p.to(VALUE_TYPE), ones, sum_ * alpha[:, None], input_precision=PRECISION)
-        if KIND != "plain":
+        if KIND == "int8" or KIND == "fp8":
             p *= (tl.load(value_scales + cells, mask=known, other=0.0) * unit)[None, :]
         acc = tl.dot(p.to(VALUE_TYPE), v, acc * alpha[:, None], input_precision=PRECISION)
         peak = new
@@ -129,12 +159,12 @@ def attend_split(
 
 @triton.jit
 def attend_kernel(
-    q, keys, values, key_scales, value_scales, tables, spans, positions, lengths, firsts, tree, sinks,
+    q, keys, values, key_scales, value_scales, basis, tables, spans, positions, lengths, firsts, tree, sinks,
     out, sums, T, blocks, window, soft_cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     KIND: tl.constexpr, SOFT: tl.constexpr, SINKS: tl.constexpr, TYPE: tl.constexpr, VALUE_TYPE: tl.constexpr,
     PRECISION: tl.constexpr, DIVIDED: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one key head of TOKENS neighbouring tokens.
 
@@ -172,7 +202,7 @@ def attend_kernel(
             first_split += (behind % step + step) % step
         for split in range(first_split, (stop + SPLIT - 1) // SPLIT, step):
             acc, top, sum_ = attend_split(
-                tile, keys, values, key_scales, value_scales, tables + sequence * blocks, kv,
+                tile, keys, values, key_scales, value_scales, basis, tables + sequence * blocks, kv,
                 positions, mine, token, length, first, position, tree,
                 split * SPLIT, tl.minimum(split * SPLIT + SPLIT, stop), start, blocks, window, soft_cap,
                 KV_HEADS, D, B, W, KIND, SOFT, TYPE, VALUE_TYPE, PRECISION, ROWS, SIZE, KEYS,
@@ -185,7 +215,7 @@ def attend_kernel(
             else:
                 total, peak, weight = merged(total, peak, weight, acc, top, sum_)
     if not DIVIDED:
-        total = finished(total, peak, weight, sinks, head, inside, SINKS)
+        total = finished(total, peak, weight, sinks, head, inside, SINKS, ROWS, SIZE, TURNED)
         tl.store(
             out + at * D + i[None, :], total.to(out.dtype.element_ty), mask=inside[:, None] & (i < D)[None, :]
         )
@@ -195,7 +225,7 @@ def attend_kernel(
 def merge_kernel(
     sums, positions, lengths, sinks, out, T, blocks, window,
     HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr,
-    SIZE: tl.constexpr,
+    SIZE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The splits of one token and head, in order."""
     token, head = tl.program_id(0), tl.program_id(1) + tl.arange(0, 1)
@@ -210,7 +240,7 @@ def merge_kernel(
         of = sums + (split * T * HEADS + at) * (D + 2)
         acc = tl.load(of[:, None] + i[None, :], mask=(i < D)[None, :], other=0.0)
         total, peak, weight = merged(total, peak, weight, acc, tl.load(of + D), tl.load(of + D + 1))
-    total = finished(total, peak, weight, sinks, head, head < HEADS, SINKS)
+    total = finished(total, peak, weight, sinks, head, head < HEADS, SINKS, 1, SIZE, TURNED)
     tl.store(out + at[:, None] * D + i[None, :], total.to(out.dtype.element_ty), mask=(i < D)[None, :])
 
 
@@ -220,6 +250,7 @@ def paged_attention(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    basis: Tensor | None,
     tables: Tensor,
     spans: Tensor,
     positions: Tensor,
@@ -246,19 +277,23 @@ def paged_attention(
     programs = min(splits, triton.cdiv(PROGRAMS, tiles[0] * tiles[1])) if divided else 1
     out = torch.empty_like(q)
     sums = torch.empty((splits if divided else 0, T, h, d + 2), dtype=torch.float32, device=q.device)
-    planes = (plane if kind == "plain" else plane.view(torch.int8) for plane in (keys, values))
+    planes = (plane.view(torch.int8) if kind in ("int8", "fp8") else plane for plane in (keys, values))
     scales = (q if part is None else part for part in (key_scales, value_scales))
+    if kind == "int4":
+        scales = (pairs.view(torch.int32) for pairs in (key_scales, value_scales))
+    turned = d & -d if kind == "int4" else 0
     attend_kernel[(*tiles, programs)](
-        q, *planes, *scales, tables, spans, positions, lengths, firsts, tree, q if sinks is None else sinks,
+        q, *planes, *scales, q if basis is None else basis, tables, spans, positions, lengths, firsts, tree,
+        q if sinks is None else sinks,
         out, sums, T, X, window, soft_cap,
         h, g, d, B, W, kind, soft_cap > 0, sinks is not None, score_type, value_type, precision, divided,
-        tokens, group, rows, size, KEYS // 2 if exact else KEYS, num_warps=4, num_stages=STAGES,
-        maxnreg=REGISTERS,
+        tokens, group, rows, size, KEYS // 2 if exact else KEYS, turned, num_stages=STAGES,
+        num_warps=8 if turned and rows > 16 else 4, maxnreg=REGISTERS,
     )  # fmt: skip
     if divided:
         merge_kernel[(T, h)](
             sums, positions, lengths, q if sinks is None else sinks, out, T, X, window,
-            h, d, B, W, sinks is not None, size, num_warps=1,
+            h, d, B, W, sinks is not None, size, turned, num_warps=1,
         )  # fmt: skip
     return out
 

@@ -21,6 +21,21 @@ def tanh(x):
 
 
 @triton.jit
+def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows (ROWS, SIZE) float32, each BLOCK numbers times the Hadamard matrix and BLOCK^-1/2.
+
+    In a stage neighbours become their sum and difference, the sums in front: after as many stages as a number
+    has bits, each has been the last bit once, and all are in order again.
+    """
+    x = tl.reshape(x, (ROWS * SIZE // BLOCK, BLOCK))
+    for _ in tl.static_range(BLOCK.bit_length() - 1):
+        a, b = tl.split(tl.reshape(x, (ROWS * SIZE // BLOCK, BLOCK // 2, 2)))
+        pairs = tl.permute(tl.join(a + b, a - b), (0, 2, 1))
+        x = tl.reshape(pairs, (ROWS * SIZE // BLOCK, BLOCK))
+    return tl.reshape(x, (ROWS, SIZE)) * (1.0 / tl.sqrt_rn(BLOCK + 0.0))
+
+
+@triton.jit
 def e4m3_bits(x):
     """The byte, int8, of the FP8 number (e4m3fn) nearest to x, ties to even; float32, |x| <= 448."""
     bits = x.to(tl.int32, bitcast=True)

@@ -17,13 +17,14 @@ from torch import Tensor
 from attar.errors import UsageError
 from attar.kernels.decode import KV_BITS, ModelWeights, Program
 from attar.kernels.draft_block import DrafterWeights, DraftProgram
+from attar.kernels.kv_int4 import rotated
 from attar.kernels.packed import Kind
 from attar.kernels.product import default_threads
 from attar.kernels.structures import StepTokens
 from attar.runtime.kv.compose import FeatureRequests
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.state_store import StateStore
-from attar.runtime.kv.store.rotated import CacheBasis, formats_label, rotated
+from attar.runtime.kv.store.rotated import CacheBasis, formats_label
 from attar.runtime.runner.compiled_states import CarriedStates, CarriedStep
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.key_means import calibration_step, key_centers

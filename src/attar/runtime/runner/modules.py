@@ -236,8 +236,7 @@ class Modules:
     def _basis(self, basis: CacheBasis | None, shape: ModelShape) -> CacheBasis:
         if basis is None:
             return CacheBasis.of_centers(self._key_centers(shape))
-        device = self.pool.device
-        return replace(basis, centers=basis.centers.to(device), factors=basis.factors.to(device))
+        return basis.to(self.pool.device)
 
     def _key_centers(self, shape: ModelShape) -> Tensor:
         """The mean keys of each layer and head, float32 (2, layers, kv_heads, head_dim), of fixed tokens."""

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attar.kernels import kv_int4
 from attar.kernels.kv_codes import encode
 from attar.kernels.triton import fused
 from attar.kernels.triton.rounding import e4m3_bits, e4m3_value
@@ -72,7 +73,7 @@ def test_queries_are_rotated_and_keys_and_values_go_to_their_slots(h, g, d, r, n
     scaled = store in (torch.int8, torch.float8_e4m3fn)
     plane = torch.zeros(2, blocks, B, g, d).to(store)
     scales = torch.zeros(2, blocks, B, g, 1) if scaled else (None, None)
-    q = fused.rope_write(qkv, positions, slots, rotary, *norms, *plane, *scales, h, eps, scale, wide)
+    q = fused.rope_write(qkv, positions, slots, rotary, *norms, *plane, *scales, None, h, eps, scale, wide)
 
     queries, keys, values = qkv.double().split([h * d, g * d, g * d], 1)
     rotated = []
@@ -103,6 +104,32 @@ def test_queries_are_rotated_and_keys_and_values_go_to_their_slots(h, g, d, r, n
     untouched = torch.ones(blocks * B, dtype=torch.bool)
     untouched[slots.long()] = False
     assert not plane.view(torch.uint8).reshape(2, blocks * B, -1)[:, untouched].any()
+
+
+@pytest.mark.parametrize("h, g, d", [(4, 2, 24), (2, 1, 64), (3, 3, 20)])
+def test_four_bit_codes_are_those_of_their_definition(h, g, d):
+    T, blocks, B = 40, 4, 16
+    factors, centers = torch.rand(g, d) + 0.5, torch.randn(2, g, d) * 2
+    basis = torch.stack((factors, 1 / factors, *kv_int4.rotated(centers * factors)), dim=1)
+    qkv, positions, slots = (
+        torch.randn(T, (h + 2 * g) * d),
+        torch.zeros(T).int(),
+        torch.randperm(64)[:T].int(),
+    )
+    qkv[0, h * d :] = 0.0  # keys and values of zeros
+    codes = torch.zeros(2, blocks, B, g, d // 2, dtype=torch.uint8)
+    pairs = torch.zeros(2, blocks, B, g, 2, dtype=torch.float16)
+    q = fused.rope_write(qkv, positions, slots, None, None, None, *codes, *pairs, basis, h, 1e-6, 0.3, False)
+    queries, keys, values = qkv.unflatten(1, (-1, d)).split([h, g, g], 1)
+    turned = kv_int4.rotated(queries * 0.3 / factors.repeat_interleave(h // g, 0))
+    torch.testing.assert_close(q, turned, rtol=1e-5, atol=1e-5)
+    for kind, wanted in enumerate((kv_int4.encode(keys, factors, centers), kv_int4.encode(values))):
+        for plane, expected in zip((codes, pairs), wanted, strict=True):
+            stored = plane[kind].flatten(0, 1)[slots.long()]
+            same = (stored == expected).flatten(1).all(1)
+            assert same.float().mean() > 0.9, "sums of another order choose another neighbour at times"
+            torch.testing.assert_close(stored[same], expected[same], rtol=0, atol=0)
+    assert (pairs[0, ..., 0] < 0).any() and not (pairs[1, ..., 0] < 0).any()
 
 
 @triton.jit

@@ -46,7 +46,9 @@ def test_trees_of_more_than_32_tokens_and_windows_shorter_than_a_tree():
     check(PagedStep.random([(5, 40, parents), (9, 34, (-1,) * 34)], words=2, window=12, B=4))
 
 
-STORES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.int8: 2e-2, torch.float8_e4m3fn: 2e-2}
+STORES = {
+    torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.int8: 2e-2, torch.float8_e4m3fn: 2e-2, torch.uint8: 3e-2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -56,8 +58,15 @@ def test_every_store_is_read(store, dtype):
     check(step, 2e-5 if dtype == torch.float32 else STORES[store])
 
 
-def test_a_token_has_the_same_bits_alone_and_in_any_step(monkeypatch):
-    step = PagedStep.random(MIXED, words=1, sinks=True)
+@pytest.mark.parametrize("d", [24, 64])
+def test_four_bit_codes_are_read_in_their_basis(d):
+    check(PagedStep.random(MIXED, words=1, store=torch.uint8, d=d, sinks=True), 5e-5)
+    check(PagedStep.random(DECODE, store=torch.uint8, d=d, window=20, B=8), 5e-5)
+
+
+@pytest.mark.parametrize("store", [torch.float32, torch.uint8])
+def test_a_token_has_the_same_bits_alone_and_in_any_step(store, monkeypatch):
+    step = PagedStep.random(MIXED, words=1, sinks=True, store=store)
     together = check(step)
     for tokens in (slice(0, 1), slice(38, 45), slice(45, 47)):
         assert torch.equal(paged.paged_attention(*step.part(tokens)), together[tokens])
@@ -72,7 +81,7 @@ def test_entries_that_are_not_seen_are_not_read():
     step = PagedStep.random(DECODE)
     for plane in step.arguments[1:3]:
         used = torch.zeros(plane.shape[:2], dtype=torch.bool)
-        for row, length in zip(step.arguments[5], step.arguments[8].tolist(), strict=True):
+        for row, length in zip(step.arguments[6], step.arguments[9].tolist(), strict=True):
             slots = row.long().repeat_interleave(16) * 16 + torch.arange(len(row) * 16) % 16
             used.view(-1)[slots[:length]] = True
         plane[~used] = float("nan")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attar.runtime.kv.store.kivi import KIVIStore, packed, quantize, unpacked
+from attar.kernels.kv_codes import packed, unpacked
+from attar.runtime.kv.store.kivi import KIVIStore, quantize
 from attar.runtime.kv.store.planes import PoolGeometry
 
 CPU = torch.device("cpu")

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from attar.errors import SettingsError
+from attar.kernels.kv_int4 import RANGES, decode, encode, rotated
 from attar.runtime.kv.store import PoolGeometry, make_store
-from attar.runtime.kv.store.rotated import RANGES, CacheBasis, decode, encode, rotated
+from attar.runtime.kv.store.rotated import CacheBasis
 
 CPU = torch.device("cpu")
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
+from attar.kernels.kv_codes import packed, unpacked
 from attar.runtime.kv.store.planes import PoolGeometry
 
 GROUP = 32  # g
@@ -172,16 +173,3 @@ def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     s = ((high - m.float()) / top).half()  # of the rounded m, so that the group's largest is reached
     q = ((x - m.float()) / s.float().clamp(min=torch.finfo(torch.float16).tiny)).round_().clamp_(0, top)
     return q.to(torch.uint8), s, m
-
-
-def packed(q: Tensor, bits: int) -> Tensor:
-    """Codes (..., n) as bytes (..., n * bits / 8), the first in the lowest bits."""
-    per_byte = 8 // bits
-    shifts = torch.arange(per_byte, device=q.device, dtype=torch.uint8) * bits
-    return (q.unflatten(-1, (-1, per_byte)) << shifts).sum(dim=-1, dtype=torch.uint8)
-
-
-def unpacked(codes: Tensor, bits: int) -> Tensor:
-    """float32 (..., n) of bytes (..., n * bits / 8)."""
-    shifts = torch.arange(8 // bits, device=codes.device, dtype=torch.uint8) * bits
-    return ((codes[..., None] >> shifts) & (2**bits - 1)).flatten(-2).float()

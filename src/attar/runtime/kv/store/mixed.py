@@ -20,6 +20,9 @@ from attar.runtime.kv.store.scaled import ScaledStore
 class MixedStore(PlaneStore):
     """The planes of a store of int4 and of a store of int8.
 
+    Attributes:
+        layers: of each, its store and its number there.
+
     Args:
         formats: of each layer, int4 or int8.
 
@@ -33,7 +36,7 @@ class MixedStore(PlaneStore):
         self._int4, int8 = RotatedStore(four, device), ScaledStore(eight, torch.int8, device)
         super().__init__(geometry, *self._int4.planes, *int8.planes)
         stores: dict[str, RotatedStore | ScaledStore] = {"int4": self._int4, "int8": int8}
-        self._layers = [(stores[name], index) for name, index in zip(formats, indices, strict=True)]
+        self.layers = [(stores[name], index) for name, index in zip(formats, indices, strict=True)]
 
     @property
     def basis(self) -> CacheBasis:
@@ -43,19 +46,19 @@ class MixedStore(PlaneStore):
     @basis.setter
     def basis(self, basis: CacheBasis) -> None:
         """Of all layers."""
-        layers = [layer for layer, (store, _) in enumerate(self._layers) if store is self._int4]
+        layers = [layer for layer, (store, _) in enumerate(self.layers) if store is self._int4]
         self._int4.basis = CacheBasis(basis.centers[:, layers], basis.factors[layers])
 
     def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        store, index = self._layers[layer]
+        store, index = self.layers[layer]
         store.write_(index, slots, k, v)
 
     def read(
         self, layer: int, blocks: Tensor, dtype: torch.dtype, numbers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        store, index = self._layers[layer]
+        store, index = self.layers[layer]
         return store.read(index, blocks, dtype, numbers)
 
     def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
-        store, index = self._layers[layer]
+        store, index = self.layers[layer]
         store.move_(index, sources, targets)

@@ -19,11 +19,16 @@ from attar.kernels.decode import ModelWeights
 from attar.kernels.device.attention import paged_attention, rope_write
 from attar.kernels.device.elementwise import add_norm, gated, route, tanh
 from attar.runtime.kv.hidden_pool import HiddenPool
+from attar.runtime.kv.store.mixed import MixedStore
 from attar.runtime.kv.store.planes import DenseStore, PlaneStore
+from attar.runtime.kv.store.rotated import RotatedStore
 from attar.runtime.kv.store.scaled import ScaledStore
 from attar.runtime.runner.device.layout import DeviceWeight
 from attar.runtime.runner.device.linears import multiply, multiply_experts
 from attar.runtime.runner.device.step import StepTensors
+
+LayerPool = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Keys, values, their scales and the basis of keys, as the operators take them."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +77,18 @@ def head_logits(weights: Any, normed: Tensor) -> Tensor:
     return tanh(logits / cap) * cap if cap else logits
 
 
-def pool_of(store: PlaneStore, layer: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Keys and values (blocks, B, kv_heads, head_dim) of a layer, and their scales (..., 1)."""
+def pool_of(store: PlaneStore, layer: int) -> LayerPool:
+    """Of a layer, with the shapes of ``kernels/device/attention.py``."""
+    if isinstance(store, MixedStore):
+        return pool_of(*store.layers[layer])
+    if isinstance(store, RotatedStore):
+        return *store.codes[layer], *store.pairs[layer], store.basis_rows[layer]
     if isinstance(store, ScaledStore):
         keys, values = store.codes[layer].view(store.code)
-        return keys, values, *store.scales[layer]
+        return keys, values, *store.scales[layer], None
     assert isinstance(store, DenseStore), "another store"
     keys, values = store.data[layer]
-    return keys, values, None, None
+    return keys, values, None, None, None
 
 
 def on_device(weights: Any, device: torch.device) -> Any:
@@ -118,7 +127,7 @@ def _attention(
     layer: Any,
     normed: Tensor,
     tensors: StepTensors,
-    pool: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    pool: LayerPool,
 ) -> LayerOutput:
     q = rope_write(
         multiply(layer.qkv, normed),

@@ -20,6 +20,7 @@ from attar.kernels.packed import Kind
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.store import PoolGeometry, make_store
 from attar.runtime.kv.store.planes import PlaneStore
+from attar.runtime.kv.store.rotated import CacheBasis, formats_label
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.device import graphs
 from attar.runtime.runner.device.layout import DeviceWeight
@@ -27,12 +28,13 @@ from attar.runtime.runner.device.linears import multiply, product_kernel
 from attar.runtime.runner.device.model import on_device, run_model
 from attar.runtime.runner.device.packer import DevicePacker
 from attar.runtime.runner.device.step import StepShape, shape_of, stage, views
+from attar.runtime.runner.key_means import calibration_step, key_centers
 from attar.runtime.step import StepInput, TokenSpan
 
 if TYPE_CHECKING:
     from attar.runtime.runner.compiled_lora import BuildWeights, CompiledLora, LoadTensor
 
-KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
 
 
 @dataclass(eq=False)
@@ -97,8 +99,9 @@ class Device:
 
     Args:
         weights: made by :func:`compiled_weights.model_weights` with a :class:`DevicePacker`.
-        kv_dtype: float32, bfloat16, float16; int8 or fp8 with a scale for each token and head.
+        kv_dtype: float32, bfloat16, float16; int8 or fp8 with a scale for each token and head; int4.
         dtype: of what products read.
+        basis: of int4, calibrated, with the formats of layers; None: mean keys of fixed tokens.
 
     Raises:
         UsageError: ``kv_dtype`` is not one of these.
@@ -114,6 +117,7 @@ class Device:
         kv_dtype: str = "bfloat16",
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        basis: CacheBasis | None = None,
     ) -> None:
         if kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv_dtype {kv_dtype!r}", hint=f"the device runner keeps {', '.join(KV_DTYPES)}")
@@ -124,12 +128,15 @@ class Device:
             register_kernels(self.device)
         sizes = weights.kv_heads, weights.head_dim
         geometry = PoolGeometry(len(weights.layers), blocks + 1, block_size, *sizes)
-        store: Any = make_store(kv_dtype, geometry, self.device)
+        self.formats = () if basis is None else basis.formats
+        store: Any = make_store(kv_dtype, geometry, self.device, self.formats)
         pool = DevicePool(store, self.device)
         self._program = DeviceProgram(on_device(weights, self.device), pool, dtype)
         windows = [layer.window for layer in weights.layers]
         self._windowed, self.window = any(windows), max(windows) if all(windows) else None
         self.vocabulary, self.context = weights.vocabulary, weights.context
+        if kv_dtype == "int4":
+            store.basis = (basis or CacheBasis.of_centers(self._key_centers())).to(self.device)
         self.activations = str(dtype).removeprefix("torch.")
         self.lora: CompiledLora[DeviceProgram] | None = None  # where weights are dense
 
@@ -165,7 +172,7 @@ class Device:
             "weights": " and ".join(kinds),
             "activations": self.activations,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
-            "kv_dtype": self.kv_dtype,
+            "kv_dtype": formats_label(self.kv_dtype, self.formats),
             "kv_bytes": pool.store.nbytes,
             "hidden_bytes": 0 if pool.hidden is None else pool.hidden.nbytes,
         }
@@ -235,6 +242,17 @@ class Device:
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "kv_dtype": self.kv_dtype}
         return Device(weights, blocks=blocks, block_size=self.block_size, **options)
 
+    def _key_centers(self) -> Tensor:
+        """The mean keys of each layer and head, float32 (2, layers, kv_heads, head_dim), of fixed tokens."""
+        step = calibration_step(self.vocabulary, self.context, self.block_size, windowed=self._windowed)
+        geometry = replace(self.planes.geometry, blocks=step.spans[-1].blocks[-1] + 2)
+        store: Any = make_store("float32", geometry, self.device)
+        with torch.no_grad():
+            DeviceProgram(self.weights, DevicePool(store, self.device), self.dtype).run(step)
+        slots = torch.from_numpy(step.slots(self.block_size)).long().to(self.device)
+        keys = store.data[:, 0].flatten(1, 2).index_select(1, slots)
+        return key_centers(keys.split([span.count for span in step.spans], dim=1))
+
     def fork(self, sequence: int, child: int) -> None:
         """No state per sequence."""
 
@@ -264,10 +282,10 @@ def device_dtype(name: str, device: torch.device) -> torch.dtype:
     return named
 
 
-def pool_token_bytes(weights: ModelWeights, kv_dtype: str) -> int:
-    """Bytes of a token's keys and values in all layers."""
+def pool_token_bytes(weights: ModelWeights, kv_dtype: str, formats: Sequence[str] = ()) -> int:
+    """Bytes of a token's keys and values in all layers; see :func:`make_store`."""
     geometry = PoolGeometry(len(weights.layers), 1, 1, weights.kv_heads, weights.head_dim)
-    return make_store(kv_dtype, geometry, torch.device("meta")).nbytes
+    return make_store(kv_dtype, geometry, torch.device("meta"), formats).nbytes
 
 
 def products(weights: Any) -> list[DeviceWeight]:
