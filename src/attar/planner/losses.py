@@ -31,7 +31,7 @@ from attar.checkpoint.atomic import write_json
 from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError
-from attar.kernels import kv_codes
+from attar.kernels import kv_codes, kv_int4
 from attar.models.fake_quant import on_keys_and_values
 from attar.planner.costs import EMBEDDING, GroupChoice, schemes_of
 from attar.progress import SILENT, Progress
@@ -46,7 +46,6 @@ from attar.quantization.mixed_precision.sensitivity import (
     nearest_mse,
     rounded,
 )
-from attar.runtime.kv.store import rotated
 from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
 from attar.sensitivity.weight_changes import SensitivityInputs
 from attar.walks.objectives import token_kl
@@ -312,8 +311,8 @@ def _coded_cache(keys: Tensor, values: Tensor, *, kv_dtype: str) -> tuple[Tensor
             k.new_ones(()),
         )
         return (
-            rotated.decode(*rotated.encode(k, ones, centers), ones, centers).to(keys.dtype),
-            rotated.decode(*rotated.encode(values)).to(values.dtype),
+            kv_int4.decode(*kv_int4.encode(k, ones, centers), ones, centers).to(keys.dtype),
+            kv_int4.decode(*kv_int4.encode(values)).to(values.dtype),
         )
     codes = [kv_codes.encode(x, torch.int8) for x in (keys, values)]
     decoded = [(q.float() * s).to(keys.dtype) for q, s in codes]

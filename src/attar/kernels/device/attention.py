@@ -84,8 +84,9 @@ def rope_write(
     if basis is not None:
         q = kv_int4.rotated(q * basis[:, 1].repeat_interleave(heads // g, 0))
     for x, pool, scales in ((k, keys, key_scales), (v, values, value_scales)):
-        codes = x.to(pool.dtype) if scales is None else None
-        if scales is not None:
+        if scales is None:
+            codes = x.to(pool.dtype)
+        else:
             codes, s = _coded(x, pool.dtype, None if basis is None or pool is values else basis)
             scales.view(-1, *scales.shape[2:]).index_copy_(0, slots.long(), s)
         rows, stored = pool.view(-1, *pool.shape[2:]), codes

@@ -180,7 +180,7 @@ def store_int4(
     low = tl.min(tl.where(inside, y, float("inf")), 0)
     high = tl.max(tl.where(inside, y, float("-inf")), 0)
     a, b = (low + high) / 2, (high - low) / 2
-    s, m, q, least = 0.0, 0.0, tl.zeros_like(y), float("inf")
+    s, m, q, least = low, low, tl.zeros_like(y), float("inf")
     for n in tl.static_range(4):
         lowest = (a - RANGES[n] * b).to(tl.float16).to(tl.float32)
         step = tl.div_rn(a + RANGES[n] * b - lowest, 15.0).to(tl.float16).to(tl.float32)

@@ -278,9 +278,9 @@ def paged_attention(
     out = torch.empty_like(q)
     sums = torch.empty((splits if divided else 0, T, h, d + 2), dtype=torch.float32, device=q.device)
     planes = (plane.view(torch.int8) if kind in ("int8", "fp8") else plane for plane in (keys, values))
-    scales = (q if part is None else part for part in (key_scales, value_scales))
+    scales = [q if part is None else part for part in (key_scales, value_scales)]
     if kind == "int4":
-        scales = (pairs.view(torch.int32) for pairs in (key_scales, value_scales))
+        scales = [pairs.view(torch.int32) for pairs in scales]
     turned = d & -d if kind == "int4" else 0
     attend_kernel[(*tiles, programs)](
         q, *planes, *scales, q if basis is None else basis, tables, spans, positions, lengths, firsts, tree,
