@@ -25,6 +25,7 @@ from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 from attar.walks.objectives import token_kl
 from tests import tiny_models
+from tests.log_lines import LogLines
 from tests.quantization.packing import settings_for
 
 compiles = pytest.mark.skipif(load_kernels("decode") is None, reason="no C++ compiler")
@@ -117,7 +118,9 @@ def test_a_checkpoint_keeps_the_choice_and_the_runtime_reads_it(tmp_path):
     folder = tiny_models.save(model(), tmp_path / "model")
     sizes = {"samples": 3, "sequence_length": 24, "check_tokens": 0}
     chosen = settings_for(scheme="W8A16", method="rtn", kv_cache="int4", kv_bits=8.0, **sizes)
-    quantized = quantize(folder, tmp_path / "out", chosen)
+    log = LogLines()
+    quantized = quantize(folder, tmp_path / "out", chosen, progress=log)
+    assert "KV cache: 3 of 5 layers keep 8 bits, 7.4 bits a number; predicted KL " in "".join(log.lines)
     report, path = quantized.card.details["kv_cache"], quantized.path / "attar-kv.json"
     stored = json.loads(path.read_text())
     wide = [layer for layer, name in enumerate(stored["formats"]) if name == "int8"]

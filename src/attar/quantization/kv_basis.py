@@ -126,6 +126,7 @@ def calibrate_basis(
     if kv_bits:
         choice = choose_formats(layer_losses(checkpoint, basis, rows, progress), basis, kv_bits)
         basis, report = replace(basis, formats=choice.formats), {**report, **choice.report()}
+        progress.log(choice.note())
     write_basis(basis, folder)
     return report
 

@@ -53,6 +53,12 @@ class FormatChoice:
     kl: float
     losses: tuple[float, ...]
 
+    def note(self) -> str:
+        """In words."""
+        wide = f"{self.formats.count('int8')} of {len(self.formats)} layers keep 8 bits"
+        kl = f"predicted KL {self.kl:.3g} nats, {sum(self.losses):.3g} with every layer in int4"
+        return f"KV cache: {wide}, {self.bits:.3g} bits a number; {kl}"
+
     def report(self) -> dict[str, Any]:
         """For the card: the layers in int8 by their numbers."""
         wide = [layer for layer, name in enumerate(self.formats) if name == "int8"]

@@ -174,6 +174,22 @@ def test_a_family_that_cannot_be_counted_is_named(monkeypatch):
         kept_shapes(tiny_models.config("mamba2").to_dict())
 
 
+def test_layers_of_int4_that_keep_8_bits_are_counted(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    asked = ["plan-kv", str(tmp_path), "--dtype", "int4", "--dtype", "int8", "--json"]
+    sizes = {}
+    for wide in (0, 5, 32):
+        formats = ["int8"] * wide + ["int4"] * (32 - wide)
+        (tmp_path / "attar-kv.json").write_text(json.dumps({"formats": formats}))
+        assert call(asked) == 0
+        sizes[wide] = json.loads(capsys.readouterr().out)["token_bytes"]
+    assert sizes[32]["int4"] == sizes[0]["int8"] and sizes[5]["int8"] == sizes[0]["int8"]
+    assert sizes[5]["int4"] - sizes[0]["int4"] == 5 * 2 * 8 * 64
+    (tmp_path / "attar-kv.json").write_text(json.dumps({"formats": ["int8"]}))
+    assert call(asked) != 0
+    assert "formats are not int4 or int8 for each of 32 layers" in capsys.readouterr().err
+
+
 def test_the_verb(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     assert call(["plan-kv", str(tmp_path), "--budget", "1GiB", "--dtype", "bfloat16", "--dtype", "int8"]) == 0

@@ -18,24 +18,35 @@ TOLERANCE = {  # of numbers from a normal distribution, 16 to a head; largest er
     "int8": 0.02,
     "fp8": 0.15,
     "int4": 0.6,
+    "mixed": 0.6,
     "kivi4": 0.25,
     "kivi2": 1.1,
 }
-ALONE = [name for name in STORES if "kivi" not in name]  # a token is in its final form when it is written
+KINDS = [*STORES, "mixed"]
+ALONE = [name for name in KINDS if "kivi" not in name]  # a token is in its final form when it is written
 
 
 def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def store_of(name):
+    """mixed: a layer of int8 and one of int4."""
+    return (
+        make_store("int4", GEOMETRY, CPU, ("int8", "int4"))
+        if name == "mixed"
+        else make_store(name, GEOMETRY, CPU)
+    )
+
+
 def test_the_tolerances_name_every_store():
-    assert set(TOLERANCE) == set(STORES)
+    assert set(TOLERANCE) == set(KINDS)
 
 
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_written_is_read(name):
     """Two blocks, filled in three writes of odd lengths, packed where the format packs."""
-    store = make_store(name, GEOMETRY, CPU)
+    store = store_of(name)
     k, v = numbers(64, 3, 16), numbers(64, 3, 16, seed=1)
     slots = torch.cat([torch.arange(96, 128), torch.arange(32, 64)])  # blocks 3, 1
     for start, stop in ((0, 5), (5, 40), (40, 64)):
@@ -52,11 +63,11 @@ def test_what_is_written_is_read(name):
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("name", KINDS)
 def test_against_a_dictionary(name):
     """Random appends to sequences, copies of blocks, settling: what was read once settled never changes."""
     draw = random.Random(5)
-    store, plain = make_store(name, GEOMETRY, CPU), make_store("float32", GEOMETRY, CPU)
+    store, plain = store_of(name), store_of("float32")
     fill, final = [0] * 6, {}  # tokens of each block; what a settled block read as
     for turn in range(60):
         block = draw.randrange(6)
@@ -96,20 +107,20 @@ def test_against_a_dictionary(name):
 @pytest.mark.parametrize("name", ALONE)
 def test_heads_keep_places_of_their_own(name):
     """Each head's kept tokens move to the front of the sequence, bit for bit."""
-    store = make_store(name, GEOMETRY, CPU)
+    store = store_of(name)
     slots = torch.cat([torch.arange(64, 96), torch.arange(0, 32)])
     k, v = numbers(64, 3, 16), numbers(64, 3, 16, seed=1)
     store.begin_(slots.tolist())
     for layer in range(2):
         store.write_(layer, slots, k, v)
-    before = store.read(0, torch.tensor([2, 0]), torch.float32, [2, 0])
+    before, other = (store.read(layer, torch.tensor([2, 0]), torch.float32, [2, 0]) for layer in range(2))
     keep = torch.tensor([[0, 3, 40, 63], [1, 2, 3, 4], [60, 61, 62, 63]])
     store.move_(0, slots[keep], slots[:4])
     for was, now in zip(before, store.read(0, torch.tensor([2]), torch.float32, [2]), strict=True):
         for head in range(3):
             assert torch.equal(now[:4, head], was[keep[head], head])
         assert torch.equal(now[4:], was[4:32])  # what lies behind is not touched
-    for was, now in zip(before, store.read(1, torch.tensor([2, 0]), torch.float32, [2, 0]), strict=True):
+    for was, now in zip(other, store.read(1, torch.tensor([2, 0]), torch.float32, [2, 0]), strict=True):
         assert torch.equal(was, now)  # nor is another layer
 
 
@@ -148,13 +159,14 @@ def test_int8_beats_fp8_on_smooth_rows_and_loses_with_outliers():
             ("int8", 16 + 4),
             ("fp8", 16 + 4),
             ("int4", 8 + 4),
+            ("mixed", ((8 + 4) + (16 + 4)) / 2),
         ),
         *(("kivi4", ((8 + 2) + (8 + 4)) / 2), ("kivi2", ((4 + 2) + (4 + 4)) / 2)),
     ],
 )
 def test_bytes(name, token_bytes):
     """Bytes of a token and head; KIVI: 4 bytes for 32 tokens of a channel, or 16 channels of a token."""
-    store = make_store(name, GEOMETRY, CPU)
+    store = store_of(name)
     tokens = 2 * 6 * 32
     assert store.nbytes == tokens * 3 * 2 * token_bytes
 
