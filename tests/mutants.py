@@ -438,6 +438,25 @@ MUTANTS = (
         "path.append(node + 1)",
         "runtime/speculate/test_verify.py",
     ),
+    # formats of layers
+    M(
+        "quantization/kv_bits.py",
+        "losses[layer] += token_kl(reference, rounded)",
+        "losses[layer] += token_kl(rounded, reference)",
+        "quantization/test_kv_bits.py",
+    ),
+    M(
+        "kernels/decode.py",
+        "self._padded[1][layer].data_ptr()",
+        "self._padded[1][0].data_ptr()",
+        "quantization/test_kv_bits.py",
+    ),
+    M(
+        "runtime/kv/store/rotated.py",
+        "self.basis.at(*owner)",
+        "self.basis.at(0, 0)",
+        "runtime/kv/store/test_rotated.py",
+    ),
     # scheduler and blocks
     M(
         "runtime/kv/block_manager.py",

@@ -90,7 +90,7 @@ def serving_formats(subject: Subject) -> ServingFormats:
         dtype = str(subject.model.dtype).removeprefix("torch.")
         return ServingFormats("transformers" if subject.in_memory else "blocks", dtype, dtype)
     runner: Any = subject.loaded.runner
-    return ServingFormats(type(runner).__name__.lower(), runner.activations, runner.kv_dtype)
+    return ServingFormats(type(runner).__name__.lower(), runner.activations, runner.facts["kv_dtype"])
 
 
 def load_subject(
