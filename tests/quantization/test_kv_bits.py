@@ -21,6 +21,7 @@ from attar.runtime.kv.store.rotated import CacheBasis
 from attar.runtime.loading import load
 from attar.runtime.model_bytes import model_bytes
 from attar.runtime.runner.compiled import compiled
+from attar.runtime.runner.device.runner import device_runner
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 from attar.walks.objectives import token_kl
@@ -183,6 +184,18 @@ def test_the_compiled_step_has_the_logits_of_the_modules(formats):
     assert ours.facts["kv_dtype"] == f"int4, {formats.count('int8')} of 5 layers int8"
     block = 16 * 4 * 2 * sum({"int4": 16 + 4, "int8": 32 + 4}[name] for name in formats)
     assert len(ours.read_block(0)) == block <= ours.facts["kv_bytes"] // 4
+
+
+def test_the_device_runner_has_them_too():
+    built, ids = model(), tokens(LENGTH)
+    basis = mixed(copy.deepcopy(built))
+    ours = device_runner(built.config, built.state_dict(), blocks=4, kv_dtype="int4", basis=basis)
+    want = run(Modules(copy.deepcopy(built), blocks=4, kv_dtype="int4", basis=basis), ids, 33, 34, LENGTH)
+    exact = run(Modules(built, blocks=4), ids, LENGTH)
+    between, error = run(ours, ids, 33, 34, LENGTH) - want, want - exact
+    assert between.norm() < 0.1 * error.norm(), (between.norm(), error.norm())
+    block = 16 * 4 * 2 * (3 * (16 + 4) + 2 * (32 + 4))
+    assert len(ours.planes.read_block(0)) == block and ours.facts["kv_dtype"] == "int4, 2 of 5 layers int8"
 
 
 @compiles
