@@ -27,13 +27,13 @@ from attar.runtime.kv.pool import KVPool
 from attar.runtime.kv.store.mixed import MixedStore
 from attar.runtime.kv.store.rotated import CacheBasis
 from attar.runtime.loading import load
-from attar.runtime.runner.key_means import POSITIONS
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 from attar.walks.objectives import token_kl
 
 BLOCK = 16
 CHUNK = 512  # tokens of a step
+LONGEST = 2048  # tokens of a sequence
 TAIL = 256  # and at most a quarter of the text
 
 
@@ -114,7 +114,7 @@ def layer_losses(
     room = len(text) + 2 * BLOCK
     runner = load(checkpoint, runner="modules", kv_dtype="float32", kv_tokens=room, block_size=BLOCK).runner
     assert isinstance(runner, Modules)
-    longest = min(POSITIONS, runner.context or POSITIONS, len(text))
+    longest = min(LONGEST, runner.context or LONGEST, len(text))
     sequences = [text[start : start + longest] for start in range(0, len(text) - longest + 1, longest)]
     losses = torch.zeros(len(basis.factors), dtype=torch.float64)
     with progress.task("layers of the KV cache", len(sequences) * len(losses)) as task:

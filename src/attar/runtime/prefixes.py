@@ -11,7 +11,7 @@ from attar.runtime.kv.prefix_store import PrefixStore, store_setting
 from attar.runtime.loading import Loaded
 
 PROCESS = ("threads", "kv_bytes", "hidden_bytes")  # facts that no number depends on
-FORM = 2  # of the files
+FORM = 3  # of the files, and of what their numbers are rounded by
 
 
 def check_store(

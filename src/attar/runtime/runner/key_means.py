@@ -18,7 +18,7 @@ from attar.runtime.step import StepInput, TokenSpan
 
 TOKENS = 256
 SEQUENCES = 8  # of as many tokens each
-POSITIONS = 2048
+POSITIONS = 8192
 FIRST = 16  # sequences of one token, in front of the others
 STRIDE = 7919  # prime: between neighbours, modulo the vocabulary
 
