@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attar.errors import ModelError
-from attar.kernels.build import load
 from attar.kernels.decode import Program
 from attar.kernels.draft_block import DraftProgram, DraftSpan
 from attar.kernels.structures import StepTokens
+from tests.compiler import needs_compiler
 from tests.kernels.test_draft_block import BLOCK, CONTEXT, DIM, HEADS, TAPS, H, V, drafter
 
-pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 BLOCKS, SIZE = 4, 16
 TREE = np.tril(np.ones((3, 3), dtype=bool))

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from attar.kernels.build import load
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.draft_block import DrafterWeights, DraftProgram, DraftSpan
 from attar.kernels.packed import pack, unpack
 from attar.runtime.sampling.sample import draw, noise_key
+from tests.compiler import needs_compiler
 
-pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 H, HEADS, KV, DIM, WIDE, LAYERS, TAPS = 64, 4, 2, 16, 96, 2, 3
 V, REDUCED, RANK, BLOCK, CONTEXT, EPS = 90, 50, 16, 7, 400, 1e-5

@@ -16,6 +16,7 @@ from attar.kernels import build
 from attar.kernels.levels import LEVELS, levels
 from attar.kernels.product import ThreadPool
 from attar.quantization.grids import GGML
+from tests.compiler import needs_compiler
 from tests.kernels import cases, replay
 
 BASE = "v3"
@@ -24,7 +25,7 @@ CROSS, QEMU, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),  # a library takes half a minute to compile
-    pytest.mark.skipif(build.load("decode") is None, reason="no C++ compiler"),
+    needs_compiler,
     pytest.mark.skipif(BASE not in [each.name for each in levels()], reason="not a processor with AVX2"),
 ]
 

@@ -15,8 +15,7 @@ from attar.kernels.memory import Arena
 from attar.kernels.packed import BITS, GROUPS, PANEL, pack, pack_bf16, pack_codes, quantize, unpack
 from attar.kernels.product import ACTIVATION_BITS, ThreadPool, reference
 from attar.kernels.structures import ZEROS, linear_struct, raise_for
-
-compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+from tests.compiler import needs_compiler
 
 SHAPES = [(32, 128), (1, 128), (40, 256), (97, 384)]
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 21, 43)
@@ -162,7 +161,7 @@ def test_quantized_zeros_are_zeros():
 
 
 @pytest.mark.few(36)
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize("zeros", ZEROS)
@@ -174,7 +173,7 @@ def test_products_of_codes_bit_by_bit(kind, tokens, zeros, bits, team):
 
 
 @pytest.mark.few(12)
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize("zeroed", [False, True])
@@ -190,7 +189,7 @@ def test_products_of_codes(kind, tokens, zeroed, bits, team):
 
 
 @pytest.mark.few(12)
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
 def test_products_of_bf16(tokens, bits, team):
@@ -209,7 +208,7 @@ def assert_product(computed, x, packed):
     assert ((computed - expected).abs() <= 1e-6 * (x.abs() @ w.abs().T + 1)).all()
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("kind", ["int4", "int8", "bf16"])
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
 def test_a_row_does_not_depend_on_its_neighbours(kind, bits, team):
@@ -221,7 +220,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kind, bits, team):
         assert torch.equal(team.multiply(x[start:stop], packed, bits=bits), whole[start:stop])
 
 
-@compiled
+@needs_compiler
 def test_rows_of_zeros_give_zeros(team):
     for kind in ("int4", "int8", "bf16"):
         assert torch.equal(
@@ -264,7 +263,7 @@ def test_an_arena_hands_out_lines_of_its_own():
     assert torch.equal(unpack(packed), unpack(pack(weight(64, 256), "int4")))
 
 
-@compiled
+@needs_compiler
 def test_more_threads_than_processors():
     """No worker waits for one without work: it ends soon, and with the same numbers."""
     packed, x = pack(weight(97, 384), "int8"), torch.randn(3, 384)
@@ -273,7 +272,7 @@ def test_more_threads_than_processors():
         assert all(torch.equal(many.multiply(x, packed), expected) for _ in range(200))
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("kind", ["int4", "int8", "bf16"])
 def test_more_panels_than_are_held(kind, team):
     """Panels and tokens go by in blocks; nothing is left out and the sums are the same."""
@@ -284,7 +283,7 @@ def test_more_panels_than_are_held(kind, team):
     )
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_thread_without_memory_ends_the_call_and_not_the_process(threads):
     """In one part, in every part, between two phases: all threads come out, and can be used again."""
@@ -299,7 +298,7 @@ def test_a_thread_without_memory_ends_the_call_and_not_the_process(threads):
         assert torch.allclose(team.multiply(x, pack_bf16(w)), x @ w.bfloat16().float().T, atol=1e-4)
 
 
-@compiled
+@needs_compiler
 def test_a_product_that_cannot_be_allocated_is_an_error(team):
     packed = pack_bf16(weight(32, 128))
     code = team._library.attar_multiply(team._handle, ctypes.byref(linear_struct(packed)), 0, 1 << 54, 8, 0)
@@ -346,7 +345,7 @@ print(library.attar_tiles(), bytes(y).hex())
 """
 
 
-@compiled
+@needs_compiler
 @pytest.mark.skipif(not {"amx_tile", "amx_int8"} <= features(), reason="a processor without AMX")
 def test_tiles_are_taken_and_where_the_system_refuses_them_done_without():
     """Linux permits none where a signal's stack has no room for them; numbers are the same."""

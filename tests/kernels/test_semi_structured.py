@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from attar.kernels import semi_structured
-from attar.kernels.build import load
 from attar.kernels.packed import GROUPS, PANEL, pack, pack_bf16, pack_codes, unpack
 from attar.kernels.product import ACTIVATION_BITS, ThreadPool, reference
+from tests.compiler import needs_compiler
 from tests.kernels.test_product import TOKENS, assert_product
-
-compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
 SHAPES = [(32, 128), (1, 128), (40, 256), (97, 384)]
 BITS = {"int4": 4, "int8": 8, "bf16": 16}
@@ -127,7 +125,7 @@ def test_zero_points_that_no_code_has():
 
 
 @pytest.mark.few(12)
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
 @pytest.mark.parametrize("zeroed", [False, True])
@@ -141,7 +139,7 @@ def test_products_of_codes_are_those_of_the_dense_form(kind, zeroed, bits, token
         assert computed.any() and torch.equal(computed, team.multiply(x, dense, bits=bits))
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_the_largest_sums(kind, team):
     """Every kept value and every activation at its end, of either sign."""
@@ -159,7 +157,7 @@ def test_the_largest_sums(kind, team):
 
 
 @pytest.mark.few(12)
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
 def test_products_of_bf16(tokens, bits, team):
@@ -174,7 +172,7 @@ def test_products_of_bf16(tokens, bits, team):
             assert torch.equal(computed, team.multiply(x, dense, bits=bits))
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("kind", ["int4", "int8", "bf16"])
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
 def test_a_row_does_not_depend_on_its_neighbours(kind, bits, team):

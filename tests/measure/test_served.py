@@ -11,16 +11,15 @@ import torch
 
 from attar.data.packing import PADDING
 from attar.errors import ModelError
-from attar.kernels.build import load as build
 from attar.measure.evaluate import evaluate, measure_quality
 from attar.measure.logits import next_token_logits, subject_logits
 from attar.measure.reference import make_reference
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import ServingFormats, load_subject, serving_formats
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.quantization.packing import pack, save
 
-compiled_only = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
 SETTINGS = EvaluateSettings(sample="", speed=False, answers=0)
 
 
@@ -46,7 +45,7 @@ def four(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@compiled_only
+@needs_compiler
 def test_rounded_activations_are_in_the_figures(four: Any) -> None:
     """The compiled runner rounds activations: that loss is measured, and transformers has none."""
     reference = make_reference(load_subject(four), SETTINGS, batches=text())
@@ -62,7 +61,7 @@ def test_rounded_activations_are_in_the_figures(four: Any) -> None:
         )
 
 
-@compiled_only
+@needs_compiler
 def test_the_format_of_keys_and_values_is_in_the_figures(four: Any) -> None:
     reference = make_reference(load_subject(four), SETTINGS, batches=text())
     usual, eight = (

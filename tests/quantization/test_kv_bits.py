@@ -11,7 +11,6 @@ import torch
 
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, SettingsError
-from attar.kernels.build import load as load_kernels
 from attar.progress import SILENT
 from attar.quantization.kv_bits import choose_formats, layer_losses
 from attar.quantization.plan import plan
@@ -26,10 +25,10 @@ from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 from attar.walks.objectives import token_kl
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.log_lines import LogLines
 from tests.quantization.packing import settings_for
 
-compiles = pytest.mark.skipif(load_kernels("decode") is None, reason="no C++ compiler")
 LENGTH, BLOCKS = 40, (2, 0, 1)
 FORMATS = ("int4", "int8", "int8", "int4", "int4")
 
@@ -171,7 +170,7 @@ def test_a_budget_of_no_int4_cache_is_refused(changes):
         settings_for(**changes)
 
 
-@compiles
+@needs_compiler
 @pytest.mark.parametrize("formats", [FORMATS, ("int8", "int4", "int4", "int4", "int8"), ("int8",) * 5])
 def test_the_compiled_step_has_the_logits_of_the_modules(formats):
     built, ids = model(), tokens(LENGTH)
@@ -198,7 +197,7 @@ def test_the_device_runner_has_them_too():
     assert len(ours.planes.read_block(0)) == block and ours.facts["kv_dtype"] == "int4, 2 of 5 layers int8"
 
 
-@compiles
+@needs_compiler
 def test_a_token_does_not_depend_on_threads_or_chunks():
     """Heads of 48 have 64 numbers in int4 and 48 in int8; 300 keys are divided among threads."""
     built, ids = model(head_dim=48), tokens(300)
@@ -216,7 +215,7 @@ def test_a_token_does_not_depend_on_threads_or_chunks():
     assert (logits[0] - want).norm() < 0.2 * want.norm(), (logits[0] - want).norm() / want.norm()
 
 
-@compiles
+@needs_compiler
 def test_blocks_and_slots_of_layers_of_both_formats_are_copied():
     built, ids = model(), tokens(LENGTH)
     settings = {"kv_dtype": "int4", "basis": mixed(copy.deepcopy(built)), "blocks": 8}

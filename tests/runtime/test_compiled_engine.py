@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from attar.kernels.build import load as build
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
@@ -16,10 +15,11 @@ from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.device.runner import device_runner
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.marks import slow_but
 from tests.runtime.driving import greedy
 
-pytestmark = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 COUNT = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)

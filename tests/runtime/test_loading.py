@@ -16,7 +16,6 @@ from attar.cli.main import main
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import MemoryNeededError, ModelError, SettingsError
-from attar.kernels.build import load as build
 from attar.kernels.build import warn_slower
 from attar.kernels.product import default_activation_bits, default_threads
 from attar.kernels.structures import library
@@ -32,10 +31,10 @@ from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear, packe
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.quantization.packing import pack, save
 from tests.runtime.fake_runner import FakeRunner
 
-compiled_only = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
 # Of the logits' norm, 3 layers of random weights: inputs rounded to integers of 8 or 16 bits, against weights
 # that are rounded to bfloat16 when they are decoded.
 INTEGERS = {8: 0.035, 16: 0.008}
@@ -105,7 +104,7 @@ SCHEMES = {  # lanes of the compiled runner, distance there, distance through mo
 }
 
 
-@compiled_only
+@needs_compiler
 @pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme(folder, llama, scheme):
@@ -119,7 +118,7 @@ def test_every_scheme(folder, llama, scheme):
     assert isinstance(auto.runner, Compiled) and auto.why == "" and kinds(auto) == {kind}
 
 
-@compiled_only
+@needs_compiler
 def test_kinds_that_differ_within_a_layer(folder, llama):
     checkpoint = packed(folder, llama, "W4A16", overrides=("down_proj=W8A16",), embedding_bits=8)
     assert max(distances(checkpoint, "compiled", "modules").values()) < INTEGERS[8]
@@ -127,7 +126,7 @@ def test_kinds_that_differ_within_a_layer(folder, llama):
 
 
 @pytest.mark.few(1)
-@compiled_only
+@needs_compiler
 @pytest.mark.parametrize(
     ("scheme", "target"),
     [("W4A16", "gptq"), ("W4A16_ASYM", "awq"), ("W8A16", "bitsandbytes"), ("FP8", "modelopt")],
@@ -143,7 +142,7 @@ def test_every_layout(folder, scheme, target):
 
 
 @pytest.mark.few(1)
-@compiled_only
+@needs_compiler
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K_M", "IQ4_XS"])
 def test_gguf(folder, kind):
     source = folder / "wide"
@@ -200,7 +199,7 @@ def test_a_tensor_without_a_place(folder, llama):
 
 
 @pytest.mark.few(2)
-@compiled_only
+@needs_compiler
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -217,13 +216,13 @@ def test_settings_that_the_compiled_runner_has_not(settings, words):
         load("attar:tiny", runner="compiled", **settings)
 
 
-@compiled_only
+@needs_compiler
 def test_int8_keys_and_values_run_compiled():
     loaded = load("attar:tiny", kv_dtype="int8", kv_tokens=256)
     assert isinstance(loaded.runner, Compiled) and loaded.runner.capacity == 16
 
 
-@compiled_only
+@needs_compiler
 def test_weights_that_bfloat16_would_round(folder):
     for dtype, name in ((torch.float16, "F16"), (torch.float32, "F32")):
         source = save(folder / name, dtype=dtype)
@@ -255,7 +254,7 @@ def test_settings_that_do_not_exist(settings, words):
         load("attar:tiny", **settings)
 
 
-@compiled_only
+@needs_compiler
 def test_weights_rounded_while_loading(folder, llama):
     model = dense(open_checkpoint(llama))
     rows = tiny_models.tokens(model, batch=1, length=24)
@@ -325,7 +324,7 @@ def test_every_verb_says_it_on_stderr(monkeypatch, capsys, warned):
     assert message.err.count("\n") == 1
 
 
-@compiled_only
+@needs_compiler
 def test_a_description_has_the_facts(folder, llama):
     messages = LLM("attar:tiny", kv_tokens=256, speculate="ngram", activations=8).describe()
     threads = default_threads()
@@ -375,7 +374,7 @@ def test_end_tokens(llama, tmp_path):
     assert load(copied, kv_tokens=16).ends == (5, 7)
 
 
-@compiled_only
+@needs_compiler
 def test_a_fitting_default():
     """attar:tiny is bfloat16: it runs compiled, and says what transformers says where the margin is clear."""
     llm, plain = LLM("attar:tiny", kv_tokens=1024), load_model("attar:tiny", dtype=torch.float32)

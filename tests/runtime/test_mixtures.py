@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.kernels.build import load as build
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
@@ -15,12 +14,13 @@ from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.packed_model import PackedLinear
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_mixtures, tiny_models
+from tests.compiler import needs_compiler
 from tests.formats.test_mxfp4_experts import packed as mxfp4
 from tests.quantization.packing import pack
 from tests.runtime.driving import greedy
 from tests.runtime.test_loading import dense, logits
 
-pytestmark = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 COMPILED = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

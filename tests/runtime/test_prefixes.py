@@ -3,10 +3,10 @@
 import pytest
 
 from attar.errors import SettingsError
-from attar.kernels.build import load as kernels
 from attar.runtime.kv.evict import Streaming
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from tests.compiler import needs_compiler
 
 PROMPT = [5 + index % 90 for index in range(70)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
@@ -28,7 +28,7 @@ def answer(folder, prompt=PROMPT, **options):
         {"runner": "modules", "kv_dtype": "fp8"},
         pytest.param(
             {"runner": "compiled", "kv_dtype": "int4"},
-            marks=pytest.mark.skipif(kernels("decode") is None, reason="no C++ compiler"),
+            marks=needs_compiler,
         ),
     ],
 )

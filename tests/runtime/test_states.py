@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from attar.errors import SettingsError
-from attar.kernels.build import load as build_kernels
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
@@ -26,9 +25,9 @@ from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.suffix import SuffixProposer
 from attar.serving.http.backend import EngineBackend
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.runtime.driving import greedy
 
-COMPILER = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ compiler")
 LENGTHS = (30, 9, 17, 1, 26)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -65,14 +64,14 @@ def prompts(model):
     [
         ("qwen3_5", None),
         ("lfm2", "suffix"),
-        pytest.param("lfm2 compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
-        pytest.param("qwen3_5 compiled", "suffix", marks=COMPILER),
-        pytest.param("granitemoehybrid compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
-        pytest.param("mamba2 compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
-        pytest.param("falcon_h1 compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
-        pytest.param("nemotron_h compiled", "suffix", marks=(COMPILER, pytest.mark.slow)),
-        pytest.param("lfm2_moe compiled", None, marks=(COMPILER, pytest.mark.slow)),
-        pytest.param("lfm2 compiled", "self", marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("lfm2 compiled", "suffix", marks=(needs_compiler, pytest.mark.slow)),
+        pytest.param("qwen3_5 compiled", "suffix", marks=needs_compiler),
+        pytest.param("granitemoehybrid compiled", "suffix", marks=(needs_compiler, pytest.mark.slow)),
+        pytest.param("mamba2 compiled", "suffix", marks=(needs_compiler, pytest.mark.slow)),
+        pytest.param("falcon_h1 compiled", "suffix", marks=(needs_compiler, pytest.mark.slow)),
+        pytest.param("nemotron_h compiled", "suffix", marks=(needs_compiler, pytest.mark.slow)),
+        pytest.param("lfm2_moe compiled", None, marks=(needs_compiler, pytest.mark.slow)),
+        pytest.param("lfm2 compiled", "self", marks=(needs_compiler, pytest.mark.slow)),
         pytest.param("qwen3_5", "suffix", marks=pytest.mark.slow),
         pytest.param("falcon_h1", "suffix", marks=pytest.mark.slow),
         pytest.param("jamba", "self", marks=pytest.mark.slow),
@@ -91,7 +90,7 @@ def test_completions_with_chunks_preemption_and_drafts(family, speculate):
     assert not model.engine.runner.states.sequences
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5 compiled", marks=COMPILER)])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5 compiled", marks=needs_compiler)])
 def test_samples_fork_the_states_of_their_prompt(family):
     plain, model = llm(family, blocks=64)
     text = prompts(plain)[0]
@@ -102,7 +101,7 @@ def test_samples_fork_the_states_of_their_prompt(family):
     assert len({sample.token_ids for sample in together.samples}) == 3
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5 compiled", marks=COMPILER)])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5 compiled", marks=needs_compiler)])
 def test_a_cancelled_request_leaves_no_state(family):
     plain, model = llm(family)
     engine = model.engine
@@ -120,10 +119,10 @@ def test_a_cancelled_request_leaves_no_state(family):
     ("family", "at"),
     [
         ("lfm2", 28),
-        pytest.param("lfm2 compiled", 16, marks=(COMPILER, pytest.mark.slow)),
-        pytest.param("qwen3_5 compiled", 16, marks=COMPILER),
-        pytest.param("mamba2 compiled", 16, marks=(COMPILER, pytest.mark.slow)),
-        pytest.param("falcon_h1 compiled", 16, marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("lfm2 compiled", 16, marks=(needs_compiler, pytest.mark.slow)),
+        pytest.param("qwen3_5 compiled", 16, marks=needs_compiler),
+        pytest.param("mamba2 compiled", 16, marks=(needs_compiler, pytest.mark.slow)),
+        pytest.param("falcon_h1 compiled", 16, marks=(needs_compiler, pytest.mark.slow)),
         pytest.param("qwen3_5", 28, marks=pytest.mark.slow),
     ],
 )

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from attar.errors import ModelError, SettingsError
-from attar.kernels.build import load
 from attar.runtime.admission import Limits
 from attar.runtime.execution import pack_due
 from attar.runtime.kv.block_manager import BlockManager
@@ -26,6 +25,7 @@ from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Request
 from attar.runtime.step import slots
 from tests import tiny_models
+from tests.compiler import no_compiler
 
 B, PROMPT, GIVEN = 32, 70, 12
 LAYERS, LAST = (0, 3), 7  # a window of 8 keeps so many tokens
@@ -197,7 +197,7 @@ def alone(runner, name, index):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("parts", scenarios(), ids=lambda parts: "-".join(part for part in parts if part))
 def test_what_the_table_allows_works(parts):
-    if parts[3] == "compiled" and load("decode") is None:
+    if parts[3] == "compiled" and no_compiler():
         pytest.skip("no C++ compiler")
     on, runner = scheduling(parts), runner_of(*parts)
     drive = Drive(runner, on, chunk=24)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from attar.errors import ModelError, UsageError
-from attar.kernels.build import load
 from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.device.runner import device_runner as device
 from attar.runtime.step import StepInput, TokenSpan, ancestors
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.marks import slow_but
 
-pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 FAMILIES = ("llama2", "llama3", "smollm", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 EXACT = {"kv_dtype": "float32", "bits": 16}

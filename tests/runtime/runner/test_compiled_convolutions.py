@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from attar.errors import ModelError
-from attar.kernels.build import load as build_kernels
 from attar.kernels.packed import unpack
 from attar.kernels.structures import StepTokens
 from attar.runtime.kv.state_store import StateStore
@@ -16,12 +15,13 @@ from attar.runtime.runner.convolution_weights import NAMES
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.marks import slow_but
 from tests.quantization.packing import pack
 from tests.runtime.runner.compiled_steps import BLOCKS, LENGTH, in_bfloat16, logits_of, run, runner, tokens
 from tests.runtime.test_loading import logits as logits_of_runner
 
-pytestmark = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 
 def built(family="lfm2", **changes):

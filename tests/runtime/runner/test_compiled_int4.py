@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from attar.kernels.build import load
 from attar.kernels.kv_int4 import encode
 from attar.runtime.kv.store.rotated import CacheBasis
 from attar.runtime.runner.compiled import _key_centers, compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_mixtures, tiny_models
+from tests.compiler import needs_compiler
 
-pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 LENGTH, BLOCKS = 40, (2, 0, 1)
 # Soft caps, sinks, a window, heads that do not fill two vectors, a head that is longer than a part of a row.

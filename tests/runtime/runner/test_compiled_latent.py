@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attar.errors import ModelError, UsageError
-from attar.kernels.build import load as build_kernels
 from attar.kernels.packed import unpack
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
@@ -21,6 +20,7 @@ from attar.runtime.runner.lora import read_lora
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_mixtures, tiny_models
+from tests.compiler import needs_compiler
 from tests.marks import slow_but
 from tests.quantization.packing import pack
 from tests.runtime.driving import greedy
@@ -29,7 +29,7 @@ from tests.runtime.runner.test_latent import build
 from tests.runtime.runner.test_lora import generate, write_adapter
 from tests.runtime.test_loading import logits as logits_of_runner
 
-pytestmark = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu")
 DENSE = {"first_k_dense_replace": 9, "num_hidden_layers": 2, "max_position_embeddings": 700}

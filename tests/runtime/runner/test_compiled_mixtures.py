@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from attar.errors import ModelError
-from attar.kernels.build import load
 from attar.kernels.packed import unpack
 from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.compiled_weights import model_weights
 from tests import tiny_mixtures
+from tests.compiler import needs_compiler
 from tests.runtime.runner.compiled_steps import LENGTH, in_bfloat16, logits_of, run, runner, tokens
 
-pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
 CLOSE = {"rtol": 0, "atol": 2e-4}

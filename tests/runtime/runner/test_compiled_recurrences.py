@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from attar.errors import ModelError
-from attar.kernels.build import load as build_kernels
 from attar.kernels.structures import CarriedSpan, StepTokens
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled, compiled
@@ -13,12 +12,13 @@ from attar.runtime.runner.compiled_weights import check_config, llama_name
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
 from attar.runtime.runner.recurrent_weights import names
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.marks import slow_but
 from tests.quantization.packing import pack
 from tests.runtime.runner.compiled_steps import BLOCKS, LENGTH, in_bfloat16, logits_of, run, runner, tokens
 from tests.runtime.test_loading import logits as logits_of_runner
 
-pytestmark = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 
 def built(family="qwen3_5", **changes):

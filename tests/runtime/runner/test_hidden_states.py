@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from attar.errors import ModelError
-from attar.kernels.build import load
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.device.runner import device_runner
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.compiler import no_compiler
 
 FAMILIES = ("llama3", "qwen3", "gemma2", "gpt2", "gpt_neox", "opt")
 COMPILED = ("llama3", "qwen3", "gemma2")
@@ -43,7 +43,7 @@ def states_of(model, ids):
 
 def runners(family, model):
     yield Modules(model, blocks=24)
-    if family in COMPILED and load("decode") is not None:
+    if family in COMPILED and not no_compiler():
         settings = {"kv_dtype": "float32", "bits": 16, "blocks": 24, "threads": 2}
         yield compiled(model.config, model.state_dict(), **settings)
     if family in COMPILED:

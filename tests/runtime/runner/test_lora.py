@@ -19,8 +19,9 @@ from attar.runtime.runner.lora import LoraAdapter, LoraUpdate, read_lora
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.marks import slow_but
-from tests.runtime.test_loading import compiled_only, packed, save
+from tests.runtime.test_loading import packed, save
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 9, 30, 7, 77, 12, 3, 44, 9, 9, 2, 18, 100, 101, 102, 103, 9], [8, 8, 8], [60, 61, 62, 63, 64]]
@@ -340,7 +341,7 @@ def merged_in(folder, adapter, target):
 
 
 @pytest.mark.few(1)
-@compiled_only
+@needs_compiler
 @pytest.mark.parametrize("name", ["model", "tied"])
 def test_the_compiled_step_is_that_of_merged_weights(dense, tmp_path, name, step_of):
     """Bit for bit in a mixed batch: chunked prompts, decoding, each adapter and none."""
@@ -358,7 +359,7 @@ def test_the_compiled_step_is_that_of_merged_weights(dense, tmp_path, name, step
     assert expected["a"] != expected[""] != expected["b"]
 
 
-@compiled_only
+@needs_compiler
 def test_logits_of_a_mixed_step_are_in_the_order_of_its_spans(dense, step_of):
     llm = compiled_of(dense / "model", [("a", dense / "model-a")])
     runner = llm.engine.runner
@@ -373,7 +374,7 @@ def test_logits_of_a_mixed_step_are_in_the_order_of_its_spans(dense, step_of):
     torch.testing.assert_close(runner.run(step(range(3))), alone)
 
 
-@compiled_only
+@needs_compiler
 def test_compiled_adapters_come_and_go(dense, step_of):
     llm = compiled_of(dense / "model", [("a", dense / "model-a")], speculate="suffix", drafts=3)
     prompt = [7, 8, 9] * 6
@@ -388,7 +389,7 @@ def test_compiled_adapters_come_and_go(dense, step_of):
     assert generate(llm, [(prompt, "a")]) == adapted_ids and generate(llm, [(prompt, "")]) == plain
 
 
-@compiled_only
+@needs_compiler
 def test_what_the_compiled_step_cannot_add(dense, tmp_path, step_of):
     lora = compiled_of(dense / "model").engine.runner.lora
     with pytest.raises(ModelError, match=r"inputs and .* outputs for"):

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from attar.kernels.build import load
 from attar.runtime.runner import sparse_choice
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.compiler import needs_compiler
 
-pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

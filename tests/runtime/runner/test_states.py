@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from attar.errors import ModelError
-from attar.kernels.build import load as build_kernels
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.compiler import no_compiler
 from tests.runtime.driving import Driver, greedy
 
 FEW = ("qwen3_next", "lfm2", "falcon_h1", "jamba", "mamba2")  # delta rule, convolution, both, Mamba 1, alone
@@ -30,7 +30,7 @@ COMPILED += (
     "lfm2_moe compiled",
     "qwen3_next compiled",
 )
-if build_kernels("decode") is not None:
+if not no_compiler():
     FEW = (*FEW, *COMPILED[:4])
     OTHERS = (*OTHERS, *COMPILED[4:])
 FAMILIES = (*FEW, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS))

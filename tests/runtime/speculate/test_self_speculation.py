@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attar.errors import ModelError, SettingsError
-from attar.kernels.build import load as build
 from attar.models.surgery.cut_model import keep_layers
 from attar.runtime.completion import Completion
 from attar.runtime.kv.evict import Streaming
@@ -31,10 +30,10 @@ from attar.runtime.speculate.self_speculation import (
 from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.verify import verify
 from tests import tiny_mixtures, tiny_models
+from tests.compiler import needs_compiler
 from tests.marks import slow_but
 from tests.runtime.driving import greedy
 
-needs_compiler = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
 COUNT = 16
 
 

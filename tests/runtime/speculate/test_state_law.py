@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from attar.kernels.build import load as build_kernels
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.speculate.chain import block
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.runtime.speculate.laws import Shape, outcomes, plain_law, random_model, total_variation
 
 V, LENGTH, BLOCKS = 3, 3, 2000
 PROMPT = [2, 0, 1, 1]
 SIZE = {"vocab_size": V, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 LAYERS = {"qwen3_5": ["linear_attention", "full_attention"], "lfm2": ["conv", "full_attention"]}
-COMPILER = pytest.mark.skipif(build_kernels("decode") is None, reason="no C++ compiler")
 
 
 @dataclass
@@ -92,8 +91,8 @@ def make(name):
 @pytest.mark.parametrize(
     ("name", "exact"),
     [
-        pytest.param("qwen3_5 compiled", 1e-12, marks=COMPILER),  # bit by bit as without drafts
-        pytest.param("mamba2 compiled", 1e-12, marks=(COMPILER, pytest.mark.slow)),
+        pytest.param("qwen3_5 compiled", 1e-12, marks=needs_compiler),  # bit by bit as without drafts
+        pytest.param("mamba2 compiled", 1e-12, marks=(needs_compiler, pytest.mark.slow)),
         pytest.param("qwen3_5", 1e-5, marks=pytest.mark.slow),
         pytest.param("lfm2", 1e-5, marks=pytest.mark.slow),
     ],

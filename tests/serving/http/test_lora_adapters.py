@@ -27,8 +27,8 @@ from attar.serving.http.lora_adapters import AdapterBackend, first_adapters
 from attar.serving.http.settings import LoraSettings, ServerSettings
 from attar.serving.http.tokenizer import ServerTokenizer
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.runtime.runner.test_lora import broken, generate, write_adapter
-from tests.runtime.test_loading import compiled_only
 from tests.serving.http.real import leaving, refused
 from tests.serving.http.test_live import running_app, until
 
@@ -363,7 +363,7 @@ def test_servers_that_have_no_adapters_are_refused(folders):
     asyncio.run(backend.close())
 
 
-@compiled_only
+@needs_compiler
 def test_the_compiled_step_prepares_an_adapter_while_it_runs(folders):
     """Merging weights takes a while: other requests go on meanwhile."""
     options = {"runner": "compiled", "dtype": "bfloat16"}

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from attar.kernels.build import load
 from attar.kernels.packed import unpack
 from attar.runtime.completion import Completion
 from attar.runtime.runner.compiled import compiled
@@ -19,9 +18,10 @@ from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.distillation.heads.drafters import drafter_of
 
-pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 CASES = [
     ("dflash", "llama3", {}, None),

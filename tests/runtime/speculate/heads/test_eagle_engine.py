@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attar.errors import ModelError
-from attar.kernels.build import load as load_library
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
 from attar.models.draft_heads.eagle3_module import Eagle3Config, Eagle3Head
 from attar.models.draft_heads.eagle_module import EagleConfig, EagleHead
@@ -27,6 +26,7 @@ from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.policy import DraftPolicy
 from tests import tiny_models
+from tests.compiler import no_compiler
 from tests.marks import slow_but
 from tests.runtime.speculate.proposing import speculator
 
@@ -101,7 +101,7 @@ def answers(llm, asked, params=GREEDY):
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kind", slow_but(("modules", "compiled", "device"), "modules", "compiled"))
 def test_drafts_of_an_easy_target_are_accepted(kind, width):
-    if kind == "compiled" and load_library("decode") is None:
+    if kind == "compiled" and no_compiler():
         pytest.skip("no compiler")
     model = easy_model()
     asked, wanted = prompts(model), None
@@ -194,7 +194,7 @@ def test_own_tensors_are_those_of_the_model():
     model = tiny_models.build("gemma2")
     states, tokens = torch.randn(3, 64), torch.tensor([5, 9])
     wanted = torch.tanh(model.lm_head(states) / 30.0) * 30.0
-    for kind in ("modules", "device", *(["compiled"] if load_library("decode") is not None else [])):
+    for kind in ("modules", "device", *(["compiled"] if not no_compiler() else [])):
         own = own_tensors(runner_of(tiny_models.build("gemma2"), kind), "target")
         torch.testing.assert_close(own.logits(states), wanted.detach(), rtol=0.02, atol=0.03)
         table = model.model.embed_tokens.weight[tokens].detach()

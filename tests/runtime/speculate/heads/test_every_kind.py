@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from attar.errors import SettingsError
-from attar.kernels.build import load
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.loading.load import load_model
 from attar.runtime.kv.evict import Streaming
@@ -26,6 +25,7 @@ from attar.runtime.speculate.heads.confidence_correction import ConfidenceCorrec
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.step import FREED
 from tests.cases import mostly_slow
+from tests.compiler import no_compiler
 from tests.runtime.speculate.heads.hashing import RestlessPolicy
 from tests.runtime.speculate.heads.kinds import CHAINS, EVERY, TREES, head_of_kind, proposer_of
 from tests.runtime.speculate.heads.test_everything import (
@@ -116,7 +116,7 @@ def speculator_of(name: str, family: str, runner: Any) -> tuple[Speculator, Read
 )
 def test_the_text_is_that_of_plain_decoding(name, setup):
     family, kind, options = SETUPS[setup]
-    if kind == "compiled" and load("decode") is None:
+    if kind == "compiled" and no_compiler():
         pytest.skip("no C++ compiler")
     requests = requests_of(family, V)
     wide = {**options, "blocks": 160 * 4 // options.get("block_size", 16)}

@@ -15,7 +15,6 @@ from functools import cache
 import pytest
 import torch
 
-from attar.kernels.build import load
 from attar.models.hidden_states import recording_states
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
@@ -31,6 +30,7 @@ from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.speculator import Speculator
 from tests import tiny_models
 from tests.cases import mostly_slow
+from tests.compiler import no_compiler
 from tests.runtime.speculate.heads.hashing import HashingHead, RestlessPolicy, StatesOfTexts, check_pool
 
 LAYERS = (0, 2, 3)  # of three: after the first and the last block, and after the final norm
@@ -190,7 +190,7 @@ def hashing_speculator(runner, known: StatesOfTexts) -> Speculator:
 
 @pytest.mark.parametrize(("family", "kind", "options", "bound"), mostly_slow(CASES, CASES[4:5]))
 def test_the_text_and_every_state(family, kind, options, bound) -> None:
-    if kind == "compiled" and load("decode") is None:
+    if kind == "compiled" and no_compiler():
         pytest.skip("no C++ compiler")
     requests = requests_of(family)
     wide = {**options, "blocks": 160 * 4 // options.get("block_size", 16)}
