@@ -5,14 +5,15 @@
     python benchmarks/plan.py --budgets 60MB 80MB --schemes W3A16 W4A16 --model DIR --data TEXT --test TEXT
     python benchmarks/plan.py --engine llama.cpp --method rtn   # the bytes of llama.cpp's own mixes
     python benchmarks/plan.py --rivals auto-round --schemes     # the bytes of what AutoScheme chooses
+    python benchmarks/plan.py --rivals modelopt --schemes       # of what ModelOpt's auto_quantize chooses
 
-First the rivals are made and measured: one scheme for all layers (``--schemes``; with ``--embedding-bits 8``
-the embedding in int8, as plans have it), for llama.cpp its own mixes (``--types``, with an importance
-matrix), and what another tool's search chooses (``--rivals``, ``--bits``): its bits of each layer in attar's
-schemes, rounded by the same ``--method``, so that choices alone are compared. Budgets are the bytes of the
-rivals and the geometric means of neighbours, ``--count`` of them, or ``--budgets``. Then a plan of each
-budget is made and run. Runs and rivals are kept in ``--out``: what is done is not done again. Predictions see
-no run of this benchmark: each is what a new user gets.
+First the rivals are made and measured: one scheme for all layers (``--schemes``), for llama.cpp its own
+mixes (``--types``, with an importance matrix), and what another tool's search chooses (``--rivals``,
+``--bits``): its bits of each layer in attar's schemes, rounded by the same ``--method``, so that choices
+alone are compared. With ``--embedding-bits 8`` they have the embedding in int8, as plans do. Budgets are the
+bytes of the rivals and the geometric means of neighbours, ``--count`` of them, or ``--budgets``. Then a plan
+of each budget is made and run. Runs and rivals are kept in ``--out``: what is done is not done again.
+Predictions see no run of this benchmark: each is what a new user gets.
 
 Prints, for each budget: bytes predicted and in the files; KL predicted with its interval, and measured; the
 factor between them; the best rival that fits and its KL; ln(measured / loss), of which the priors of
@@ -43,7 +44,7 @@ from peers.mixes import chosen_bits
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.units import byte_count, table
-from attar.errors import UsageError
+from attar.errors import NumericsError, UsageError
 from attar.kernels.build import cache_folder as kernels_folder
 from attar.measure.evaluate import measure_quality
 from attar.measure.reference import make_reference
@@ -88,10 +89,10 @@ def main() -> None:
     parser.add_argument("--method", default="gptq")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES_OF["attar"], choices=SCHEMES_OF["attar"])
     parser.add_argument(
-        "--embedding-bits", nargs="*", type=int, default=[0], choices=(0, 8), help="of schemes"
+        "--embedding-bits", nargs="*", type=int, default=[0], choices=(0, 8), help="of rivals"
     )
     parser.add_argument("--types", nargs="*", default=TYPES, help="mixes of llama.cpp, for its engine")
-    parser.add_argument("--rivals", nargs="*", default=[], choices=("auto-round",))
+    parser.add_argument("--rivals", nargs="*", default=[], choices=("auto-round", "modelopt"))
     parser.add_argument("--bits", nargs="*", type=float, default=[3.0, 5.0], help="average, of the rivals")
     parser.add_argument("--count", type=int, default=12, help="of budgets")
     parser.add_argument("--budgets", nargs="*", help="sizes in place of those of the rivals")
@@ -138,8 +139,8 @@ def made_rivals(options: argparse.Namespace) -> Iterator[Rival]:
         for bits in options.embedding_bits:
             also = f" and an int{bits} embedding" if bits else ""
             makers |= {f"{scheme}{also}": (uniform, scheme, bits) for scheme in options.schemes}
-        for tool in options.rivals:
-            makers |= {f"{tool} {bits:g} bits": (searched, tool, bits) for bits in options.bits}
+            for tool, average in itertools.product(options.rivals, options.bits):
+                makers[f"{tool} {average:g} bits{also}"] = (searched, tool, average, bits)
     for name, (maker, *arguments) in makers.items():
         stem = f"{options.method}-{name}".replace(" ", "-")
         file = options.out / f"{stem}.json"
@@ -151,11 +152,12 @@ def made_rivals(options: argparse.Namespace) -> Iterator[Rival]:
 
 def uniform(scheme: str, embedding_bits: int, options: argparse.Namespace, out: Path) -> tuple[int, float]:
     """One scheme for all layers."""
-    stage = {"stage": "quantize", "scheme": scheme, "method": options.method}
-    return run_stage({**stage, "embedding_bits": embedding_bits}, options, out)
+    return run_stage({"scheme": scheme, "embedding_bits": embedding_bits}, options, out)
 
 
-def searched(tool: str, bits: float, options: argparse.Namespace, out: Path) -> tuple[int, float]:
+def searched(
+    tool: str, bits: float, embedding_bits: int, options: argparse.Namespace, out: Path
+) -> tuple[int, float]:
     """The bits that another tool's search gives each layer, in our schemes and by our rounding."""
     checkpoint = open_checkpoint(options.model)
     folder, tokens = options.out / "dense", options.out / "tokens.safetensors"
@@ -166,8 +168,9 @@ def searched(tool: str, bits: float, options: argparse.Namespace, out: Path) -> 
     modules = [module for group in layer_groups(checkpoint).values() for module in group]
     chosen = chosen_bits(tool, folder, tokens, bits, modules)
     patterns = patterns_of({module: f"W{chosen[module]}A16" for module in modules})
-    stage = {"stage": "quantize", "scheme": "W4A16", "method": options.method}
-    return run_stage({**stage, "overrides": [f"re:{p}={s}" for p, s in patterns]}, options, out)
+    overrides = [f"re:{p}={s}" for p, s in patterns]
+    asked = {"scheme": "W4A16", "overrides": overrides, "embedding_bits": embedding_bits}
+    return run_stage(asked, options, out)
 
 
 def llama_cpp_mix(kind: str, options: argparse.Namespace, out: Path) -> tuple[int, float]:
@@ -183,8 +186,9 @@ def llama_cpp_mix(kind: str, options: argparse.Namespace, out: Path) -> tuple[in
     return file.stat().st_size, kl
 
 
-def run_stage(stage: dict[str, Any], options: argparse.Namespace, out: Path) -> tuple[int, float]:
-    """Bytes and KL of a recipe of one stage."""
+def run_stage(settings: dict[str, Any], options: argparse.Namespace, out: Path) -> tuple[int, float]:
+    """Bytes and KL of a quantization, however broken the model is."""
+    stage = {"stage": "quantize", "method": options.method, "check_tokens": 0, **settings}
     recipe = {
         "model": options.model,
         "data": options.data,
@@ -192,7 +196,7 @@ def run_stage(stage: dict[str, Any], options: argparse.Namespace, out: Path) -> 
         "stages": [stage],
     }
     path = out.with_name(f"{out.name}.yaml")
-    path.write_text(yaml.safe_dump({**recipe, "stages": [stage]}, sort_keys=False))
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     result = attar.run(path, out, progress=False)
     entry = result.content["stages"][-1]
     files = sum(path.stat().st_size for path in (result.path / entry["path"]).glob("*.safetensors"))
@@ -206,7 +210,7 @@ def evaluation(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def planned_row(size: int, rivals: list[Rival], options: argparse.Namespace) -> tuple[str, ...] | None:
-    """The plan of a budget, run: a row of the table; None: nothing is that small."""
+    """The plan of a budget, run: a row of the table; None: there is none."""
     stem = f"{options.engine}-{options.method}-plan-{size}"
     path = options.out / f"{stem}.yaml"
     changes = [f"evaluate.{name}={value}" for name, value in evaluation(options).items() if name != "sample"]
@@ -217,10 +221,10 @@ def planned_row(size: int, rivals: list[Rival], options: argparse.Namespace) -> 
                     options.model, path, size=f"{size}B", method=options.method, data=options.data,
                     engine=options.engine, progress=False,
                 )  # fmt: skip
-        except UsageError as error:
+            planned = attar.run(path, options.out / stem, overrides=changes, progress=False)
+        except (UsageError, NumericsError) as error:  # nothing is that small; what was made is broken
             print(f"{size:,} bytes: {error.message}", file=sys.stderr)
             return None
-        planned = attar.run(path, options.out / stem, overrides=changes, progress=False)
     predicted, measured = (planned.content["recipe"][name] for name in ("predicted", "measured"))
     fitting = [rival for rival in rivals if rival.bytes <= size]
     best = min(fitting, key=lambda rival: rival.kl, default=None)

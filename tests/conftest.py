@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 
 from tests.cpu_seconds import (  # noqa: F401  (hooks)
-    pytest_collection_finish,
     pytest_runtest_makereport,
     pytest_terminal_summary,
+    start_counting,
 )
+
+gc.disable()  # until all tests are collected: scans of what is all kept were half of that time
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
+    start_counting(session)
 
 
 @pytest.hookimpl(tryfirst=True)

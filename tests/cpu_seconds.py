@@ -43,7 +43,7 @@ def processor_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def start_counting(session: pytest.Session) -> None:
     session.config.stash[_LAST] = processor_seconds()
 
 

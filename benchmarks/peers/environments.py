@@ -54,6 +54,7 @@ PEERS = {
         Peer("llmcompressor", "llmcompressor_run.py"),
         Peer("gptqmodel", "gptqmodel_run.py", ("optimum",)),
         Peer("auto-round", "autoround_run.py"),
+        Peer("modelopt", "", ("transformers<5.15", "accelerate", "requests"), "nvidia-modelopt"),
         Peer("bitsandbytes", "bitsandbytes_run.py", ("transformers", "accelerate")),
         Peer("llama-cpp", "llamacpp_run.py", ("gguf",), "llama-cpp-python", source=True),
         Peer("mergekit", "mergekit_run.py"),  # 0.1.5 runs with transformers 5.23.0, offline on local folders

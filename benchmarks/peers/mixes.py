@@ -16,7 +16,7 @@ def chosen_bits(tool: str, model: Path, tokens: Path, bits: float, modules: Sequ
     """Bits by module.
 
     Args:
-        tool: auto-round.
+        tool: auto-round or modelopt.
         model: folder of a dense checkpoint.
         tokens: file of int64 ``tokens`` (rows, length).
         bits: average over the modules' weights.

@@ -21,6 +21,7 @@ from attar.cli.main import call
 from attar.errors import CheckpointError, ModelError, OutputError, UsageError
 from attar.planner import cuts
 from attar.planner import losses as losses_module
+from attar.planner import plan as plan_module
 from attar.planner.costs import (
     EMBEDDING,
     HEAD,
@@ -139,12 +140,14 @@ def test_a_plan_for_llama_cpp(mixture: bool, model: Path, options: dict[str, Any
 
 
 def test_a_plan_fits_its_size_and_its_recipe_says_so(
-    model: Path, options: dict[str, Any], tmp_path: Path
+    model: Path, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plan_module, "BROKEN", 0.0)
     dense = written_bytes(model)
     found = attar.plan(model, tmp_path / "plan.yaml", size=f"{dense // 2}B", context=32, batch=2, **options)
     point = found.point
     assert point.file_bytes + point.cache_bytes <= dense // 2 and point.cache_bytes > 0
+    assert any("attar run may refuse it" in reason for reason in found.reasons)
     recipe = parse_recipe((tmp_path / "plan.yaml").read_text())
     assert recipe.to_dict() == found.recipe.to_dict()
     assert recipe.predicted["bytes"] == point.file_bytes

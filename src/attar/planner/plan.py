@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 WORTH_CUTTING = 0.1  # nats a token: bits that lose more may lose more than a cut
+BROKEN = 1.0  # nats a token: two-bit models of so much repeated one token, which the gate of quantize refuses
 FRONT = 12  # points of the curve that is shown
 ROUNDS = 8  # of solving and measuring
 
@@ -441,6 +442,12 @@ class _Planner:
         if not self._good(solver, self.settings.kl)(point.loss):
             lines.append(
                 f"measured as a whole it loses more than kl<={self.settings.kl:g}: its parts lose less"
+            )
+        kl = self._kl(point.loss, solver.cut_loss).kl
+        if kl >= BROKEN:
+            lines.append(
+                f"at {kl:.2g} nats a model says other things than its original: attar run may refuse it for "
+                "what it generates (with check_tokens: 0 it does not look)"
             )
         more = solver.best(point.bytes * 1.05, self._seconds)
         if more is not None and self.settings.bytes:
