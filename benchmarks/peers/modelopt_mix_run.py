@@ -13,7 +13,7 @@ import json
 import os
 import sys
 
-BITS = (2, 3, 4, 6, 8)
+BITS = (2, 3, 4, 5, 6, 8)
 GROUP = 128
 BATCH = 4  # rows
 

@@ -16,8 +16,8 @@ A source is one string:
     whole:SOURCE             all of a file, folder or data set for every split, such as a test set
     SOURCE + SOURCE          a mixture: as many rows of each, in turns
 
-``auto``, the default of every verb, becomes one of the first three, or a mixture of them (see auto.py). All
-but ``whole:`` are split into text for training, calibration and evaluation (see splits.py).
+``auto``, the default of every verb, becomes one of the first three (see auto.py). All but ``whole:`` are
+split into text for training, calibration and evaluation (see splits.py).
 """
 
 from __future__ import annotations
