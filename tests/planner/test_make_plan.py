@@ -200,7 +200,11 @@ def recording(kind_of, name_of, real):
 weight_changes._measure = recording(
     "group", lambda _, change: (change.blank.group, change.blank.option), weight_changes._measure
 )
-Losses._joint = recording("whole", lambda _, *choice: choice, Losses._joint)
+Losses._joint = recording(
+    "whole",
+    lambda _, changes, kv: ({name: change.keywords["grid"] for name, change in changes.items()}, kv),
+    Losses._joint,
+)
 print(json.dumps(attar.plan(**options).to_dict()))
 """
 

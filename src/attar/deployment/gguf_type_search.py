@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from attar.checkpoint.open import Checkpoint
@@ -40,6 +40,7 @@ from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate, frontier
+from attar.quantization.mixed_precision.feedback import feedback_gains
 from attar.quantization.mixed_precision.search import (
     Interaction,
     interaction,
@@ -126,9 +127,20 @@ def search_types(
         fits=fits,
         progress=progress,
     )
-    chosen, curve = _choose(budget, measured)
+    gains = feedback_gains(
+        checkpoint,
+        layout.groups,
+        settings.rounding,
+        settings,
+        on.file,
+        processes=processes,
+        progress=progress,
+    )
+    expected = [replace(row, kl=row.kl * gains.of(row.group, row.option)) for row in measured]
+    chosen, curve = _choose(budget, expected)
     kinds = layout.spread(chosen.choice)
-    joint = _joint_kl(on, layout, chosen, grids)
+    nearest = math.fsum(row.kl for row in measured if chosen.choice[row.group] == row.option)
+    joint = _joint_kl(on, layout, chosen, nearest, grids)
     report = {"gap": chosen.gap, **asdict(joint), "curve": [list(point) for point in curve]}
     return TypeChoice(
         kinds=kinds,
@@ -249,12 +261,16 @@ def _choose(
 
 
 def _joint_kl(
-    on: SensitivityInputs, layout: FileLayout, chosen: Allocation, grids: Mapping[str, CandidateGrid]
+    on: SensitivityInputs,
+    layout: FileLayout,
+    chosen: Allocation,
+    nearest: float,
+    grids: Mapping[str, CandidateGrid],
 ) -> Interaction:
-    """The KL of all groups in their types at once."""
+    """The KL of all groups in their types at once, to nearest, beside the sum of theirs."""
     schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
     work = on.file.with_name(f".{on.file.name}.with_mtp")
-    return interaction(on.model, schemes, chosen.loss, grids, on.batches, work)
+    return interaction(on.model, schemes, nearest, grids, on.batches, work)
 
 
 def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -5,10 +5,10 @@
     v_i = s_1^2 + (d ln(loss / loss_i))^2
     KL = loss e^mean,  90 % interval  loss e^(mean +- 1.645 sqrt(1 / (1 / s_0^2 + sum 1 / v_i) + s_1^2))
 
-A loss is measured with weights rounded to nearest on the calibration text, a recipe rounds with its method
-and is measured on other text: they differ by a factor that depends on the method and the model, and varies
-slowly with the loss. Without runs of this model the prior (m_0, s_0) counts, with them it is forgotten: the
-mean of normal observations with a normal prior.
+A loss is measured on the calibration text with the errors that the method is expected to leave, a recipe
+rounds with its method, tunes few bits, and is measured on other text: they differ by a factor that
+depends on the method and the model, and varies slowly with the loss. Without runs of this model the prior
+(m_0, s_0) counts, with them it is forgotten: the mean of normal observations with a normal prior.
 
 What a cut costs is no rounding: it is counted as it was measured, times e^(+- 1.645 s_2) at the ends.
 """
@@ -25,10 +25,10 @@ Z90 = 1.645
 WITHIN = 0.12  # s_1: of plans of one model
 DRIFT = 0.15  # d: of the factor's logarithm for each e-fold of loss
 CUT = 0.2  # s_2: of a cut's KL between texts
-PRIORS = {"rtn": (0.05, 0.25), "gptq": (-1.0, 0.4)}
+PRIORS = {"rtn": (0.05, 0.25), "gptq": (-0.35, 0.25)}
 OTHER = (-0.5, 0.6)
-"""m_0 and s_0 by method: wide guesses from few runs of attar:tiny, until a model has runs of its own;
-``python benchmarks/plan.py`` prints ln(measured / loss) of new ones."""
+"""m_0 and s_0 by method: guesses from few runs of attar:tiny and attar:tiny-moe, until a model has runs of its
+own; ``python benchmarks/plan.py`` prints ln(measured / loss) of new ones."""
 
 
 @dataclass(frozen=True)

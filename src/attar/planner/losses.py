@@ -3,6 +3,7 @@
     KL[g, o]                   measured (mixed_precision/sensitivity.py), in the file that --bits uses
     KL[g, r] 4^(b_r - b_o)     until it is: r the measured option nearest in bits; the squared error of a
                                uniform grid is a quarter for each further bit
+    gain[g, o] KL[g, o]        under a rounding that makes up for its errors (mixed_precision/feedback.py)
 
 Only options that a plan may choose need a measurement: :meth:`Losses.measure` is called with those that a
 choice took, until a choice takes measured ones alone. What a whole choice costs is kept in a second file.
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -38,16 +38,16 @@ from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
 from attar.quantization.grids.grid import TileParameters
 from attar.quantization.mixed_precision.allocate import Option
+from attar.quantization.mixed_precision.feedback import FeedbackGains, bits_of
 from attar.quantization.mixed_precision.search import integer_candidates, with_losses
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
     RoundFunction,
     measure,
     nearest_mse,
-    rounded,
 )
 from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
-from attar.sensitivity.weight_changes import SensitivityInputs
+from attar.sensitivity.weight_changes import NewWeight, SensitivityInputs, changed
 from attar.walks.objectives import token_kl
 
 REFERENCE_BITS = 4
@@ -67,7 +67,8 @@ class Losses:
         storage: type of the stored weights.
         grids: by option.
         after_blocks: groups' modules that run after the last block.
-        measured: nats a token, by (group, option).
+        gains: what the method leaves of losses by rounding to nearest.
+        measured: nats a token to nearest, by (group, option).
         nearest: rounds to nearest, with each scale searched once.
     """
 
@@ -78,13 +79,14 @@ class Losses:
     grids: Mapping[str, CandidateGrid]
     progress: Progress = SILENT
     after_blocks: Sequence[str] = ()
+    gains: FeedbackGains = field(default_factory=FeedbackGains)
     measured: dict[tuple[str, str], float] = field(default_factory=dict)
     nearest: RoundFunction = field(default_factory=lambda: with_kept_scales(nearest_mse))
 
     def reference(self, options: Iterable[str]) -> str:
         """The option of a group that is measured first."""
         coded = [option for option in options if option != "dense"]
-        return min(coded, key=lambda option: abs(_bits(option) - REFERENCE_BITS))
+        return min(coded, key=lambda option: abs(bits_of(option) - REFERENCE_BITS))
 
     def missing(self, choice: GroupChoice) -> list[tuple[str, str]]:
         """The options of a choice that were not measured."""
@@ -118,16 +120,21 @@ class Losses:
                 self.measured[row.group, option] = row.kl
 
     def loss(self, group: str, option: str) -> float:
-        """Measured, or by the nearest measured option."""
+        """Under the method; measured, or by the nearest measured option."""
         if option == "dense":
             return 0.0
-        if (group, option) in self.measured:
-            return self.measured[group, option]
-        bits = _bits(option)
-        known = [name for owner, name in self.measured if owner == group]
-        assert known, f"nothing of {group} was measured"
-        nearest = min(known, key=lambda name: abs(_bits(name) - bits))
-        return float(self.measured[group, nearest] * 4.0 ** (_bits(nearest) - bits))
+        nearest, factor = option, 1.0
+        if (group, option) not in self.measured:
+            bits = bits_of(option)
+            known = [name for owner, name in self.measured if owner == group]
+            assert known, f"nothing of {group} was measured"
+            nearest = min(known, key=lambda name: abs(bits_of(name) - bits))
+            factor = 4.0 ** (bits_of(nearest) - bits)
+        return float(self.gain(group, option) * factor * self.measured[group, nearest])
+
+    def gain(self, group: str, option: str) -> float:
+        """What the method leaves of the loss of an option by rounding to nearest."""
+        return self.gains.of(group, option)
 
     def options(self, costs: Mapping[str, Mapping[str, int]]) -> dict[str, list[Option]]:
         """Options for :func:`allocate`, with bytes by group and option; infinite losses are left out."""
@@ -147,7 +154,8 @@ class Losses:
         return 0.0 if kv_dtype == "auto" else self.joint({}, kv_dtype).kl
 
     def joint(self, choice: GroupChoice, kv_dtype: str = "auto") -> JointLoss:
-        """What a choice costs as a whole, on the text of the measurements; measured once.
+        """What a choice costs as a whole, on the text of the measurements; measured once. The errors of
+        rounding to nearest are made as much smaller as the method makes them.
 
         Raises:
             CheckpointError: the file of wholes is damaged.
@@ -156,12 +164,20 @@ class Losses:
         if choice.get(EMBEDDING) == "int8":
             modules[self.embedding] = "int8"
         grids = {name: self.grids[scheme](self.storage) for name, scheme in modules.items()}
-        definition = {name: repr(grid) for name, grid in grids.items()}
+        gains = {name: self.gain(g, choice[g]) for g in choice for name in self.groups.get(g, ())}
+        changes = {
+            name: functools.partial(_rounded, grid=grid, nearest=self.nearest, gain=gains.get(name, 1.0))
+            for name, grid in grids.items()
+        }
+        definition = {
+            name: repr(grid) if gains.get(name, 1.0) == 1.0 else f"{gains[name]:.6g} of {grid!r}"
+            for name, grid in grids.items()
+        }
         identity = sha256_text(canonical_json([definition, kv_dtype, *self.model_parts]))[:32]
         file = self.inputs.file.with_name(f"{self.inputs.file.stem}-wholes.json")
         known = read_wholes(file)
         if identity not in known:
-            known[identity] = self._joint(grids, kv_dtype)
+            known[identity] = self._joint(changes, kv_dtype)
             rows = {name: [_or_none(loss.kl), loss.flips] for name, loss in known.items()}
             write_json(file, {"format": WHOLES, "version": WHOLES_VERSION, "measurements": rows})
         return known[identity]
@@ -176,11 +192,11 @@ class Losses:
         """What tells the measured model from the original; empty: it is the original."""
         return ()
 
-    def _joint(self, grids: Mapping[str, Grid], kv_dtype: str) -> JointLoss:
+    def _joint(self, changes: Mapping[str, NewWeight], kv_dtype: str) -> JointLoss:
         inputs, work = self.inputs, self.inputs.file.with_name(f".{self.inputs.file.name}.joint")
         with (
             reference_of(self.original, (), inputs.batches, "fp32", MEMORY, work) as reference,
-            rounded(inputs.model, grids, self.nearest),
+            changed(inputs.model, changes),
             ExitStack() as stack,
         ):
             for block in inputs.anatomy.blocks if kv_dtype != "auto" else ():
@@ -222,6 +238,9 @@ class CutLosses(Losses):
 
     def loss(self, group: str, option: str) -> float:
         return self.uncut.loss(*self._source(group, option))
+
+    def gain(self, group: str, option: str) -> float:
+        return self.uncut.gain(*self._source(group, option))
 
     def kv_loss(self, kv_dtype: str) -> float:
         return self.uncut.kv_loss(kv_dtype)
@@ -294,10 +313,10 @@ def with_kept_scales(rounding: RoundFunction) -> RoundFunction:
     return nearest
 
 
-def _bits(option: str) -> int:
-    digits = re.search(r"\d", option)
-    assert digits is not None, f"{option} names no bits"
-    return int(digits[0])
+def _rounded(weight: Tensor, *, grid: Grid, nearest: RoundFunction, gain: float) -> Tensor:
+    """A weight (N, K) whose errors have this share of the energy that rounding to nearest gives them."""
+    decoded = nearest(weight, grid).dequantize()
+    return decoded if gain == 1.0 else torch.lerp(weight.float(), decoded.float(), math.sqrt(gain))
 
 
 def _coded_cache(keys: Tensor, values: Tensor, *, kv_dtype: str) -> tuple[Tensor, Tensor]:

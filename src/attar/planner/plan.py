@@ -34,6 +34,7 @@ from attar.planner.settings import KV_DTYPES_OF, NOISE, SCHEMES_OF, PlanSettings
 from attar.planner.solve import KVOption, PlanPoint, PlanSolver
 from attar.planner.speed import step_times
 from attar.progress import SILENT, Progress
+from attar.quantization.mixed_precision.feedback import feedback_gains
 from attar.quantization.mixed_precision.sensitivity import CandidateGrid
 from attar.recipe.estimate import UNSURE, Work
 from attar.recipe.estimate import seconds as work_seconds
@@ -100,6 +101,9 @@ class _Planner:
         self._announce(len(costs.table))
         inputs = load_inputs(checkpoint, settings)
         losses = self._losses(costs, inputs)
+        losses.gains = feedback_gains(
+            checkpoint, costs.groups, settings.method, settings, inputs.file, progress=self.progress
+        )
         losses.measure([(group, losses.reference(options)) for group, options in costs.table.items()])
         uncut = branch = self._branch(costs, losses, kv, times)
         point = self._settled(branch)

@@ -174,7 +174,7 @@ TUNE_TOKENS = 2048
 HELD_OUT = 4
 """Steps' worth of tokens that decide whether a tuning is taken."""
 
-STEPS = {"fast": 0, "good": 16, "best": 32}
+STEPS = {"fast": 0, "good": 16, "best": 64}
 """Steps of tuning by effort."""
 
 AUTO_BITS = 3  # and below: the rounding loses enough for the tuning to pay
@@ -188,7 +188,7 @@ class TuningSettings:
 
     effort: str = setting(
         "auto",
-        "time for quality at the same bytes: fast: the rounding alone; good: 16 steps of tuning; best: 32, "
+        "time for quality at the same bytes: fast: the rounding alone; good: 16 steps of tuning; best: 64, "
         "and 256 calibration sequences at least; auto: good at 3 bits and below, else fast",
         ("auto", *STEPS),
     )

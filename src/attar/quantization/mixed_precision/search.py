@@ -20,6 +20,7 @@ from attar.models.loading.stored import stored_precision
 from attar.progress import Progress
 from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
+from attar.quantization.mixed_precision.feedback import feedback_gains
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
     measure,
@@ -73,9 +74,15 @@ def choose_bits(
         processes=processes,
         progress=progress,
     )
-    chosen = mix(measurements, shapes, storage.bits)
+    groups = {measurement.group: measurement.modules for measurement in measurements}
+    gains = feedback_gains(
+        checkpoint, groups, settings.method, settings, inputs.file, processes=processes, progress=progress
+    )
+    expected = [replace(row, kl=row.kl * gains.of(row.group, row.option)) for row in measurements]
+    chosen = mix(expected, shapes, storage.bits)
+    nearest = math.fsum(row.kl for row in measurements if chosen.schemes[row.modules[0]] == row.option)
     measured = interaction(
-        inputs.model, chosen.schemes, chosen.kl, candidates, inputs.batches, work / "interaction", dtype=dtype
+        inputs.model, chosen.schemes, nearest, candidates, inputs.batches, work / "interaction", dtype=dtype
     )
     report = {
         "bits_per_weight": chosen.bits_per_weight,

@@ -1,8 +1,8 @@
 """How sensitive a model is to the quantization of each part: the KL of each group alone on each grid, as
 sensitivity/weight_changes.py measures it.
 
-Weights are rounded to nearest with scales searched for the smallest squared error: a better rounding improves
-every grid, so the order of the grids holds.
+Weights are rounded to nearest with scales searched for the smallest squared error. A rounding that makes up
+for its errors leaves another share of each group's loss (feedback.py), and nearly the same at all bits.
 :func:`attar.quantization.mixed_precision.search.interaction` measures how far a whole mix is from the sum of
 its groups.
 """
