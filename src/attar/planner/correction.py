@@ -27,8 +27,8 @@ DRIFT = 0.15  # d: of the factor's logarithm for each e-fold of loss
 CUT = 0.2  # s_2: of a cut's KL between texts
 PRIORS = {"rtn": (0.05, 0.25), "gptq": (-0.35, 0.25)}
 OTHER = (-0.5, 0.6)
-"""m_0 and s_0 by method: guesses from few runs of attar:tiny and attar:tiny-moe, until a model has runs of its
-own; ``python benchmarks/plan.py`` prints ln(measured / loss) of new ones."""
+"""m_0 and s_0 by method: guesses from few runs of attar:tiny and attar:tiny-moe, until a model has runs of
+its own; ``python benchmarks/plan.py`` prints ln(measured / loss) of new ones."""
 
 
 @dataclass(frozen=True)
