@@ -13,9 +13,12 @@ from attar.checkpoint import open_checkpoint
 from attar.errors import CheckpointError
 from attar.planner.costs import layer_groups
 from attar.planner.settings import PlanSettings
+from attar.progress import SILENT
 from attar.quantization.hessian import factorize
-from attar.quantization.mixed_precision import feedback
+from attar.quantization.mixed_precision import feedback, search
 from attar.quantization.mixed_precision.feedback import FeedbackGains, feedback_gains, output_errors
+from attar.quantization.settings import quantize_settings
+from attar.sensitivity.weight_changes import group_name
 from tests import tiny_models
 
 
@@ -73,9 +76,30 @@ def test_gains_are_measured_once(settings: Any, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "text", ['{"format": "x"}', '{"format": "attar feedback", "version": 1, "errors": 1}']
+    "text",
+    [
+        '{"format": "x"}',
+        '{"format": "attar feedback", "version": 1, "errors": 1}',
+        '{"format": "attar feedback", "version": 1, "errors": {"a": [[1, 2]]}}',
+        '{"format": "attar feedback", "version": 1, "errors": {"a": [[1, 2], [1, 2], [-1, 2]]}}',
+    ],
 )
 def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"a\.json"):
         feedback.read_errors(tmp_path / "a.json")
+
+
+def test_bits_go_where_the_method_leaves_losses(settings: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """The group of which GPTQ leaves nothing gets the fewest bits, whichever it is."""
+    monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
+    checkpoint = open_checkpoint(tiny_models.save(tiny_models.build("llama3"), tmp_path / "m"))
+    asked = quantize_settings(
+        method="gptq", bits=4.5, group_size=32, data=settings.data, samples=2, sequence_length=16
+    )
+    for spared in list(layer_groups(checkpoint).values())[:2]:
+        group = group_name(spared)
+        gone = FeedbackGains({group: [((1e-9, 1.0),) * 3]})
+        monkeypatch.setattr(search, "feedback_gains", lambda *args, gone=gone, **kinds: gone)
+        schemes, _ = search.choose_bits(checkpoint, asked, tmp_path / "work", SILENT)
+        assert {schemes[module] for module in spared} == {"W2A16"}

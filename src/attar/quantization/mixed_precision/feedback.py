@@ -13,6 +13,7 @@ GPTQ and to nearest, with the same scales.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_json
+from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
@@ -107,7 +109,8 @@ def feedback_gains(
     file = sensitivities.with_name(f"{sensitivities.stem}-feedback.json")
     known = read_errors(file)
     if not wanted <= known.keys():
-        options, work = flatten(settings), file.with_name(f".{file.name}.work")
+        options, modules = flatten(settings), sha256_text(canonical_json(sorted(wanted)))[:16]
+        work = file.with_name(f".{file.name}.{modules}")  # a killed sweep of other Linears is another one
         samples = max(TOKENS // options["sequence_length"], 1)
         swept = sweep_linears(
             decoded_view(checkpoint),
@@ -184,9 +187,13 @@ def read_errors(file: Path) -> dict[str, Errors]:
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(f"{file}: not a file of feedback, version {VERSION}", hint=hint)
     try:
-        return {
+        errors = {
             name: tuple((float(fed), float(nearest)) for fed, nearest in rows)
             for name, rows in content["errors"].items()
         }
+        for name, rows in errors.items():
+            if len(rows) != len(BITS) or not all(0 <= error < math.inf for row in rows for error in row):
+                raise ValueError(name)
+        return errors
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file}: an entry is incomplete: {error}", hint=hint) from error
