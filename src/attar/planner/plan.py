@@ -34,6 +34,8 @@ from attar.planner.settings import KV_DTYPES_OF, NOISE, SCHEMES_OF, PlanSettings
 from attar.planner.solve import KVOption, PlanPoint, PlanSolver
 from attar.planner.speed import step_times
 from attar.progress import SILENT, Progress
+from attar.quantization.mixed_precision.feedback import METHODS as FEEDBACK_METHODS
+from attar.quantization.mixed_precision.feedback import TOKENS as FEEDBACK_TOKENS
 from attar.quantization.mixed_precision.feedback import feedback_gains
 from attar.quantization.mixed_precision.sensitivity import CandidateGrid
 from attar.recipe.estimate import UNSURE, Work
@@ -266,7 +268,8 @@ class _Planner:
         settings, shape = self.settings, shape_of(self.checkpoint)
         tokens = min(settings.samples, ROWS) * settings.sequence_length
         passes = 0.6 * 3 * groups + 2 * (settings.check + 4)  # three options of each, from its block on
-        likely = work_seconds(Work(read=passes * tokens), shape, measure_rates())
+        swept = FEEDBACK_TOKENS if settings.method in FEEDBACK_METHODS else 0
+        likely = work_seconds(Work(read=passes * tokens + swept), shape, measure_rates())
         about = range_text(likely / UNSURE, likely * UNSURE)
         self.progress.log(f"measuring {groups} groups of layers on {tokens:,} tokens: about {about}")
 
