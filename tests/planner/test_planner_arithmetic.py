@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from attar.errors import RecipeError, SettingsError
 from attar.kernels.product import default_activation_bits, default_threads
@@ -16,13 +15,9 @@ from attar.models.anatomy.parts import matches
 from attar.planner.additivity import corrected_losses, fitted, pair_sum
 from attar.planner.correction import PRIORS, WITHIN, Z90, predicted_kl
 from attar.planner.costs import EMBEDDING, HEAD, GroupProduct, StepTimes, patterns_of
-from attar.planner.losses import Losses, _rounded
 from attar.planner.settings import PlanSettings
 from attar.planner.solve import PlanPoint
-from attar.quantization.grids import IntGrid
 from attar.quantization.mixed_precision.allocate import Option
-from attar.quantization.mixed_precision.feedback import FeedbackGains
-from attar.quantization.mixed_precision.sensitivity import nearest_mse
 from attar.recipe.plan_history import PlanRecord, append_record, history_file, outcome_line, read_records
 from attar.recipe.schema import parse_recipe
 from attar.runtime import kernel_times
@@ -244,21 +239,3 @@ def test_another_file_is_no_table_of_kernels(text: str, tmp_path: Path) -> None:
         read_times(tmp_path / "t.yaml")
     with pytest.raises(SettingsError, match="hardware is"):
         read_times(tmp_path / "none.yaml")
-
-
-def test_losses_are_those_under_the_method() -> None:
-    """Of a group, of an option that was not measured, and of the embedding, which is rounded to nearest."""
-    gains = FeedbackGains({"a": [((5, 10),) * 3], "b": [((3, 10), (2, 10), (1, 10))]})
-    losses = Losses(None, {}, "", None, {}, gains=gains)  # type: ignore[arg-type]
-    losses.measured = {("a", "W4A16"): 0.2, ("b", "W4A16"): 0.4, (EMBEDDING, "int8"): 0.1}
-    assert losses.loss("a", "W4A16") == pytest.approx(0.1)
-    assert losses.loss("b", "W3A16") == pytest.approx(4 * 0.2 * 0.4)
-    assert losses.loss(EMBEDDING, "int8") == 0.1
-
-
-def test_errors_of_a_whole_are_as_small_as_the_method_makes_them() -> None:
-    weight, grid = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), IntGrid(3, 32)
-    nearest = nearest_mse(weight, grid).dequantize()
-    half = _rounded(weight, grid=grid, nearest=nearest_mse, gain=0.25)
-    assert torch.allclose(half - weight, 0.5 * (nearest - weight), atol=1e-6)
-    assert torch.equal(_rounded(weight, grid=grid, nearest=nearest_mse, gain=1.0), nearest)

@@ -31,6 +31,7 @@ LOSS = {
     "c": {"W2A16": 0.9, "W4A16": 0.05, "W8A16": 0.003},
     "embedding": {"dense": 0.0, "int8": 0.01},
 }
+UNIFORM = {name: {**dict.fromkeys("abc", name), "embedding": "dense"} for name in BYTES["a"]}
 KV = [KVOption("auto", 400, 0.0), KVOption("int8", 210, 0.004), KVOption("int4", 120, 0.2)]
 
 
@@ -174,3 +175,32 @@ def test_an_impossible_budget_names_the_nearest_point_in_each_direction() -> Non
         r"speed: decode 0\.01\d+",
     ):
         assert re.search(direction, error), error
+
+
+def test_one_option_for_all_groups_is_taken_where_it_loses_less_as_a_whole() -> None:
+    """Sums of losses cannot tell: here the parts of a uniform choice make up for each other."""
+
+    class UniformCosts(Costs):
+        table = BYTES
+        uniform = UNIFORM
+
+    low = solver()
+    low.costs = UniformCosts()  # type: ignore[assignment]
+    size = low.costs.file_bytes({**dict.fromkeys("abc", "W4A16"), "embedding": "int8"}) + KV[0].bytes
+
+    class Losses:
+        options = staticmethod(lambda bytes: low.options())
+        inputs = type("Inputs", (), {"blocks": ()})
+        missing = staticmethod(lambda choice: [])
+
+        def joint(self, choice: dict[str, str], kv_dtype: str) -> JointLoss:
+            uniform = len({choice[group] for group in "abc"}) == 1
+            point = low.point(choice, next(option for option in KV if option.kv_dtype == kv_dtype))
+            return JointLoss(point.loss / 10 if uniform else point.loss, 0.0)
+
+    losses: Any = Losses()
+    budget = planner(size=f"{size}B", check=0)
+    branch, point = PlanBranch(low.costs, losses, low), low.best(size)
+    assert point is not None and len({point.choice[group] for group in "abc"}) > 1
+    plan = budget._alternatives(*budget._checked(branch, point))[0]
+    assert {plan.choice[group] for group in "abc"} == {"W4A16"} and plan.bytes <= size

@@ -9,9 +9,7 @@ from attar.quantization.grids import Float8Grid, IntGrid, MXFP4Grid, NF4Grid, NV
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
 from attar.quantization.layerwise import LayerSolver, masked
 from attar.quantization.methods.rtn import rtn
-from attar.quantization.plan import LayerPlan
 from attar.quantization.rounding import METHODS
-from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import GROUP_ORDERED, quantize_settings
 from attar.sparsity import parse_sparsity
 
@@ -29,12 +27,11 @@ def layer(seed=0):
 
 
 def solver(method, act_order, names=("layer",)):
-    site = LayerPlan("layer", (N, K), False, GRID, SCHEMES["W3A16"].sized(GROUP), torch.float32)
     g = torch.Generator().manual_seed(1)
     H_O = torch.randn(N, 4 * N, generator=g)
     settings = quantize_settings(method=method, act_order=act_order).rounding
     curvature = (lambda _: H_O @ H_O.T) if method == "yaqa" else None
-    return LayerSolver(dict.fromkeys(names, site), METHODS[method], settings, output_hessian=curvature)
+    return LayerSolver(dict.fromkeys(names, GRID), METHODS[method], settings, output_hessian=curvature)
 
 
 def statistics(solver, X, order=slice(None)):
@@ -88,9 +85,8 @@ def test_large_weights_are_rounded_one_by_one_to_the_same_codes(monkeypatch, spa
 
 
 def pruner(grid, amount, act_order="static", names=("layer",), **options):
-    site = LayerPlan("layer", (N, K), False, grid, SCHEMES["W4A16"].sized(GROUP), torch.float32)
     settings = quantize_settings(sparsity=amount, act_order=act_order, **options).rounding
-    return LayerSolver(dict.fromkeys(names, site), METHODS["gptq"], settings)
+    return LayerSolver(dict.fromkeys(names, grid), METHODS["gptq"], settings)
 
 
 SPARSE_GRIDS = [
@@ -154,9 +150,9 @@ def test_scales_are_searched_and_codes_refined_in_group_order_too():
     W, X = layer()
     errors = {}
     for refine, scales in ((0, "absmax"), (0, "output"), (4, "output")):
-        layers = solver("gptq", "group").layers
+        grids = solver("gptq", "group").grids
         settings = quantize_settings(method="gptq", act_order="group", refine=refine, scales=scales)
-        one = LayerSolver(layers, METHODS["gptq"], settings.rounding)
+        one = LayerSolver(grids, METHODS["gptq"], settings.rounding)
         seen = statistics(one, X)
         dense = one.solve({"layer": W}, seen)["layer"].weight
         errors[refine, scales] = output_error(W, dense, seen.value())

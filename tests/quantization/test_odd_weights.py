@@ -14,9 +14,7 @@ from attar.quantization.hessian import CrossHessian, Hessian, all_finite, inform
 from attar.quantization.layerwise import LayerSolver
 from attar.quantization.methods.exl2 import PATTERNS, quantize_layer
 from attar.quantization.methods.rtn import rtn
-from attar.quantization.plan import LayerPlan
 from attar.quantization.rounding import METHODS
-from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import quantize_settings
 from attar.quantization.transforms.awq import InputStatistics
 from attar.quantization.transforms.smoothquant import ActivationMaxima, migration
@@ -62,10 +60,9 @@ def seen(accumulator, X):
 
 
 def rounded(method, W, X, **options):
-    site = LayerPlan("layer", tuple(W.shape), False, GRID, SCHEMES["W4A16"].sized(GROUP), torch.float32)
     settings = quantize_settings(method=method, **options).rounding
     curvature = (lambda _: torch.eye(len(W))) if method == "yaqa" else None
-    solver = LayerSolver({"layer": site}, METHODS[method], settings, output_hessian=curvature)
+    solver = LayerSolver({"layer": GRID}, METHODS[method], settings, output_hessian=curvature)
     return solver.solve({"layer": W}, seen(solver.accumulator(["layer"], K), X))["layer"]
 
 

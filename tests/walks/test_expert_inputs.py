@@ -109,10 +109,10 @@ def test_each_experts_hessian_against_a_loop_over_tokens(tmp_path, waiting, coun
 def test_gptq_of_an_expert_from_the_inputs_behind_its_new_gate_and_up(tmp_path):
     checkpoint, tokens = save(tmp_path / "model", num_hidden_layers=1), rows(8)
     settings = quantize_settings(method="gptq", scheme="W4A16", group_size=32, scales="absmax", refine=0)
-    layers = {layer.module: layer for layer in plan(checkpoint, settings.storage).sites.values()}
-    assert len(layers) == 4 + 8 * 3
+    grids = {layer.module: layer.grid for layer in plan(checkpoint, settings.storage).sites.values()}
+    assert len(grids) == 4 + 8 * 3
     attention = lambda name: "experts" in name  # noqa: E731  (the router's choice stays the model's)
-    solver = LayerSolver(layers, METHODS["gptq"], settings.rounding)
+    solver = LayerSolver(grids, METHODS["gptq"], settings.rounding)
     result = sweep_linears(
         checkpoint,
         tokens,
@@ -125,20 +125,18 @@ def test_gptq_of_an_expert_from_the_inputs_behind_its_new_gate_and_up(tmp_path):
     for number in (0, 5):
         path = f"model.layers.0.mlp.experts.{number}"
         x = hidden[(index == number).any(-1)]
-        gate, up, down = (layers[f"{path}.{leaf}_proj"] for leaf in ("gate", "up", "down"))
-        dense = [
-            QuantizedTensor.from_tensors(layer.grid, codes[layer.module]).dequantize() for layer in (gate, up)
-        ]
+        gate, up, down = (f"{path}.{leaf}_proj" for leaf in ("gate", "up", "down"))
+        dense = [QuantizedTensor.from_tensors(grids[name], codes[name]).dequantize() for name in (gate, up)]
         y = torch.nn.functional.silu(x @ dense[0].T) * (x @ dense[1].T)
-        for layer, inputs, weight in (
+        for name, inputs, weight in (
             (up, x, model.model.layers[0].mlp.experts.gate_up_proj[number, 32:]),
             (down, y, model.model.layers[0].mlp.experts.down_proj[number]),
         ):
             H = Hessian(inputs.shape[1])
             H.add(inputs)
-            expected = gptq(weight, H.value(), layer.grid, damp=0.01, act_order=True).quantized.codes
-            same = (codes[layer.module]["codes"] == expected).float().mean()
-            assert same > 0.995, layer.module  # 0.63 with another expert's inputs
+            expected = gptq(weight, H.value(), grids[name], damp=0.01, act_order=True).quantized.codes
+            same = (codes[name]["codes"] == expected).float().mean()
+            assert same > 0.995, name  # 0.63 with another expert's inputs
 
 
 def test_the_original_inputs_are_those_of_the_same_tokens(tmp_path):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from attar.checkpoint.open import Checkpoint
@@ -40,13 +40,14 @@ from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate, frontier
-from attar.quantization.mixed_precision.feedback import feedback_gains
+from attar.quantization.mixed_precision.rounded_options import rounding_of
 from attar.quantization.mixed_precision.search import (
     Interaction,
     interaction,
 )
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
+    RoundFunction,
     measure,
 )
 from attar.sensitivity.measurements import Measurement
@@ -114,33 +115,33 @@ def search_types(
     budget = TypeBudget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
     budget.check_smallest()
     grids = candidates()
-    measured = measure(
-        on.model,
-        layout.groups,
-        grids,
-        on.batches,
-        on.file,
-        key=on.key,
-        blocks=on.blocks,
-        after_blocks=_after_blocks(on),
-        processes=processes,
-        fits=fits,
-        progress=progress,
-    )
-    gains = feedback_gains(
+    with rounding_of(
         checkpoint,
         layout.groups,
+        grids,
         settings.rounding,
         settings,
-        on.file,
+        fits=fits,
         processes=processes,
         progress=progress,
-    )
-    expected = [replace(row, kl=row.kl * gains.of(row.group, row.option)) for row in measured]
-    chosen, curve = _choose(budget, expected)
-    kinds = layout.spread(chosen.choice)
-    nearest = math.fsum(row.kl for row in measured if chosen.choice[row.group] == row.option)
-    joint = _joint_kl(on, layout, chosen, nearest, grids)
+    ) as rounding:
+        measured = measure(
+            on.model,
+            layout.groups,
+            grids,
+            on.batches,
+            on.file,
+            key=on.key,
+            blocks=on.blocks,
+            after_blocks=_after_blocks(on),
+            processes=processes,
+            fits=fits,
+            rounding=rounding,
+            progress=progress,
+        )
+        chosen, curve = _choose(budget, measured)
+        kinds = layout.spread(chosen.choice)
+        joint = _joint_kl(on, layout, chosen, grids, rounding)
     report = {"gap": chosen.gap, **asdict(joint), "curve": [list(point) for point in curve]}
     return TypeChoice(
         kinds=kinds,
@@ -264,13 +265,13 @@ def _joint_kl(
     on: SensitivityInputs,
     layout: FileLayout,
     chosen: Allocation,
-    nearest: float,
     grids: Mapping[str, CandidateGrid],
+    rounding: RoundFunction,
 ) -> Interaction:
-    """The KL of all groups in their types at once, to nearest, beside the sum of theirs."""
+    """The KL of all groups in their types at once, beside the sum of theirs."""
     schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
     work = on.file.with_name(f".{on.file.name}.with_mtp")
-    return interaction(on.model, schemes, nearest, grids, on.batches, work)
+    return interaction(on.model, schemes, chosen.loss, grids, on.batches, work, rounding=rounding)
 
 
 def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -284,8 +285,8 @@ def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) 
 
 def _notes(layout: FileLayout, joint: Interaction, gap: float) -> Iterator[str]:
     yield (
-        f"types chosen by measured sensitivity: KL {joint.measured:.4g} nats a token on the calibration text "
-        f"with weights to nearest, {joint.predicted:.4g} predicted"
+        f"types chosen by measured sensitivity: KL {joint.measured:.4g} nats a token on the calibration "
+        f"text, {joint.predicted:.4g} predicted"
     )
     if gap > 0:
         yield f"another choice may be better by at most {gap:.2g} nats a token"

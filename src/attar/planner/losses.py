@@ -3,7 +3,6 @@
     KL[g, o]                   measured (mixed_precision/sensitivity.py), in the file that --bits uses
     KL[g, r] 4^(b_r - b_o)     until it is: r the measured option nearest in bits; the squared error of a
                                uniform grid is a quarter for each further bit
-    gain[g, o] KL[g, o]        under a rounding that makes up for its errors (mixed_precision/feedback.py)
 
 Only options that a plan may choose need a measurement: :meth:`Losses.measure` is called with those that a
 choice took, until a choice takes measured ones alone. What a whole choice costs is kept in a second file.
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -38,13 +38,13 @@ from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
 from attar.quantization.grids.grid import TileParameters
 from attar.quantization.mixed_precision.allocate import Option
-from attar.quantization.mixed_precision.feedback import FeedbackGains, bits_of
 from attar.quantization.mixed_precision.search import integer_candidates, with_losses
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
     RoundFunction,
     measure,
     nearest_mse,
+    new_weights,
 )
 from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
 from attar.sensitivity.weight_changes import NewWeight, SensitivityInputs, changed
@@ -67,9 +67,8 @@ class Losses:
         storage: type of the stored weights.
         grids: by option.
         after_blocks: groups' modules that run after the last block.
-        gains: what the method leaves of losses by rounding to nearest.
-        measured: nats a token to nearest, by (group, option).
-        nearest: rounds to nearest, with each scale searched once.
+        rounding: as the method will.
+        measured: nats a token, by (group, option).
     """
 
     inputs: SensitivityInputs
@@ -79,9 +78,8 @@ class Losses:
     grids: Mapping[str, CandidateGrid]
     progress: Progress = SILENT
     after_blocks: Sequence[str] = ()
-    gains: FeedbackGains = field(default_factory=FeedbackGains)
+    rounding: RoundFunction = nearest_mse
     measured: dict[tuple[str, str], float] = field(default_factory=dict)
-    nearest: RoundFunction = field(default_factory=lambda: with_kept_scales(nearest_mse))
 
     def reference(self, options: Iterable[str]) -> str:
         """The option of a group that is measured first."""
@@ -114,13 +112,13 @@ class Losses:
                 blocks=self.inputs.blocks,
                 after_blocks=self.after_blocks,
                 dtype=self.storage,
-                rounding=self.nearest,
+                rounding=self.rounding,
                 progress=self.progress,
             ):
                 self.measured[row.group, option] = row.kl
 
     def loss(self, group: str, option: str) -> float:
-        """Under the method; measured, or by the nearest measured option."""
+        """Measured, or by the nearest measured option."""
         if option == "dense":
             return 0.0
         nearest, factor = option, 1.0
@@ -130,11 +128,7 @@ class Losses:
             assert known, f"nothing of {group} was measured"
             nearest = min(known, key=lambda name: abs(bits_of(name) - bits))
             factor = 4.0 ** (bits_of(nearest) - bits)
-        return float(self.gain(group, option) * factor * self.measured[group, nearest])
-
-    def gain(self, group: str, option: str) -> float:
-        """What the method leaves of the loss of an option by rounding to nearest."""
-        return self.gains.of(group, option)
+        return float(factor * self.measured[group, nearest])
 
     def options(self, costs: Mapping[str, Mapping[str, int]]) -> dict[str, list[Option]]:
         """Options for :func:`allocate`, with bytes by group and option; infinite losses are left out."""
@@ -154,8 +148,7 @@ class Losses:
         return 0.0 if kv_dtype == "auto" else self.joint({}, kv_dtype).kl
 
     def joint(self, choice: GroupChoice, kv_dtype: str = "auto") -> JointLoss:
-        """What a choice costs as a whole, on the text of the measurements; measured once. The errors of
-        rounding to nearest are made as much smaller as the method makes them.
+        """What a choice costs as a whole, on the text of the measurements; measured once.
 
         Raises:
             CheckpointError: the file of wholes is damaged.
@@ -164,15 +157,8 @@ class Losses:
         if choice.get(EMBEDDING) == "int8":
             modules[self.embedding] = "int8"
         grids = {name: self.grids[scheme](self.storage) for name, scheme in modules.items()}
-        gains = {name: self.gain(g, choice[g]) for g in choice for name in self.groups.get(g, ())}
-        changes = {
-            name: functools.partial(_rounded, grid=grid, nearest=self.nearest, gain=gains.get(name, 1.0))
-            for name, grid in grids.items()
-        }
-        definition = {
-            name: repr(grid) if gains.get(name, 1.0) == 1.0 else f"{gains[name]:.6g} of {grid!r}"
-            for name, grid in grids.items()
-        }
+        changes = new_weights(grids, self.rounding)
+        definition = {name: f"{self.rounding.__name__} {grid!r}" for name, grid in grids.items()}
         identity = sha256_text(canonical_json([definition, kv_dtype, *self.model_parts]))[:32]
         file = self.inputs.file.with_name(f"{self.inputs.file.stem}-wholes.json")
         known = read_wholes(file)
@@ -239,9 +225,6 @@ class CutLosses(Losses):
     def loss(self, group: str, option: str) -> float:
         return self.uncut.loss(*self._source(group, option))
 
-    def gain(self, group: str, option: str) -> float:
-        return self.uncut.gain(*self._source(group, option))
-
     def kv_loss(self, kv_dtype: str) -> float:
         return self.uncut.kv_loss(kv_dtype)
 
@@ -287,6 +270,13 @@ def _or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def bits_of(option: str) -> int:
+    """The bits in the name of a scheme or a type: 4 of W4A16 and of IQ4_NL."""
+    digits = re.search(r"\d", option)
+    assert digits is not None, f"{option} names no bits"
+    return int(digits[0])
+
+
 def integer_grids(group_size: int) -> dict[str, CandidateGrid]:
     """Grids of the integer schemes of one group size, and of the rows of an int8 embedding."""
 
@@ -299,24 +289,18 @@ def integer_grids(group_size: int) -> dict[str, CandidateGrid]:
 def with_kept_scales(rounding: RoundFunction) -> RoundFunction:
     """A rounding that searches the scales of a weight on a grid once: the search is most of its time, and an
     option is rounded alone and again in every whole that has it."""
-    kept: dict[tuple[str, int], TileParameters] = {}
+    kept: dict[tuple[str, str], TileParameters] = {}
 
     @functools.wraps(rounding)
-    def nearest(weight: Tensor, grid: Grid) -> QuantizedTensor:
-        key = repr(grid), hash(weight.contiguous().cpu().numpy().tobytes())
+    def nearest(module: str, weight: Tensor, grid: Grid) -> QuantizedTensor:
+        key = module, repr(grid)
         if key in kept:
             return grid.quantize(weight, kept[key])
-        quantized = rounding(weight, grid)
+        quantized = rounding(module, weight, grid)
         kept[key] = quantized.parameters
         return quantized
 
     return nearest
-
-
-def _rounded(weight: Tensor, *, grid: Grid, nearest: RoundFunction, gain: float) -> Tensor:
-    """A weight (N, K) whose errors have this share of the energy that rounding to nearest gives them."""
-    decoded = nearest(weight, grid).dequantize()
-    return decoded if gain == 1.0 else torch.lerp(weight.float(), decoded.float(), math.sqrt(gain))
 
 
 def _coded_cache(keys: Tensor, values: Tensor, *, kv_dtype: str) -> tuple[Tensor, Tensor]:

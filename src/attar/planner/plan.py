@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.units import bytes_text, range_text
 from attar.data.auto import fit
-from attar.deployment.gguf_type_search import candidates
+from attar.deployment.gguf_type_search import candidates, fits
 from attar.errors import ModelError, SettingsError, UsageError
 from attar.formats.readers import quant_method
 from attar.models.loading.fit import admit
@@ -28,17 +29,16 @@ from attar.planner.correction import PredictedKL, predicted_kl
 from attar.planner.costs import EMBEDDING, StepTimes, kv_bytes, layer_groups, weight_costs
 from attar.planner.cuts import CutModel, cut_model_of, cuts_folder
 from attar.planner.gguf_costs import GGUFCosts, PlanCosts, gguf_costs
-from attar.planner.losses import Losses, integer_grids
+from attar.planner.losses import Losses, integer_grids, with_kept_scales
 from attar.planner.result import Plan, PlanRow, recipe_of
 from attar.planner.settings import KV_DTYPES_OF, NOISE, SCHEMES_OF, PlanSettings
 from attar.planner.solve import KVOption, PlanPoint, PlanSolver
 from attar.planner.speed import step_times
 from attar.progress import SILENT, Progress
-from attar.quantization.mixed_precision.feedback import METHODS as FEEDBACK_METHODS
-from attar.quantization.mixed_precision.feedback import TOKENS as FEEDBACK_TOKENS
-from attar.quantization.mixed_precision.feedback import feedback_gains
-from attar.quantization.mixed_precision.sensitivity import CandidateGrid
-from attar.recipe.estimate import UNSURE, Work
+from attar.quantization.mixed_precision.rounded_options import rounding_of
+from attar.quantization.mixed_precision.sensitivity import CandidateGrid, RoundFunction, nearest_mse
+from attar.quantization.settings import GPTQ_KIN
+from attar.recipe.estimate import UNSURE, Work, rounded_options
 from attar.recipe.estimate import seconds as work_seconds
 from attar.recipe.machine import measure_rates
 from attar.recipe.plan_history import read_records
@@ -67,7 +67,8 @@ def make_plan(model: Any, settings: PlanSettings, *, progress: Progress = SILENT
     if quant_method(checkpoint) is not None:
         raise ModelError(f"{checkpoint.path} is quantized already", hint="plan from the dense original")
     settings = fit(settings, checkpoint, progress)
-    return _Planner(checkpoint, str(getattr(model, "spelling", model)), settings, progress).plan()
+    with ExitStack() as stack:
+        return _Planner(checkpoint, str(getattr(model, "spelling", model)), settings, progress, stack).plan()
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class _Planner:
     name: str
     settings: PlanSettings
     progress: Progress
+    stack: ExitStack = field(default_factory=ExitStack)
 
     def plan(self) -> Plan:
         settings, checkpoint = self.settings, self.checkpoint
@@ -103,9 +105,7 @@ class _Planner:
         self._announce(len(costs.table))
         inputs = load_inputs(checkpoint, settings)
         losses = self._losses(costs, inputs)
-        losses.gains = feedback_gains(
-            checkpoint, costs.groups, settings.method, settings, inputs.file, progress=self.progress
-        )
+        losses.rounding = self._rounding(checkpoint, costs)
         losses.measure([(group, losses.reference(options)) for group, options in costs.table.items()])
         uncut = branch = self._branch(costs, losses, kv, times)
         point = self._settled(branch)
@@ -180,6 +180,7 @@ class _Planner:
                     if hopeless and not settings.recover_tokens:
                         break  # a larger cut loses more
                     continue
+                losses.rounding = self._rounding(cut.checkpoint, costs)
                 other, solved, measured = self._checked(other, solved)
                 better = point is None or _better(solved, point, smallest)
                 lines.append(f"{line}, {solved.loss:.3g} with them: {'taken' if better else 'not taken'}")
@@ -226,6 +227,21 @@ class _Planner:
             return Losses(inputs, costs.groups, "", dtype, self._grids(costs), self.progress, head)
         return Losses(inputs, costs.groups, anatomy.embedding, dtype, self._grids(costs), self.progress)
 
+    def _rounding(self, checkpoint: Checkpoint, costs: PlanCosts) -> RoundFunction:
+        """How the options of a model are rounded."""
+        return self.stack.enter_context(
+            rounding_of(
+                checkpoint,
+                costs.groups,
+                self._grids(costs),
+                self.settings.method,
+                self.settings,
+                fits=fits if isinstance(costs, GGUFCosts) else lambda grid, shape: True,
+                otherwise=with_kept_scales(nearest_mse),
+                progress=self.progress,
+            )
+        )
+
     def _kv(self, checkpoint: Checkpoint) -> list[KVOption]:
         """Formats of keys and values with the bytes of their caches and states, losses not yet known."""
         settings = self.settings
@@ -268,8 +284,10 @@ class _Planner:
         settings, shape = self.settings, shape_of(self.checkpoint)
         tokens = min(settings.samples, ROWS) * settings.sequence_length
         passes = 0.6 * 3 * groups + 2 * (settings.check + 4)  # three options of each, from its block on
-        swept = FEEDBACK_TOKENS if settings.method in FEEDBACK_METHODS else 0
-        likely = work_seconds(Work(read=passes * tokens + swept), shape, measure_rates())
+        work = Work(read=passes * tokens)
+        if settings.method in GPTQ_KIN:
+            work += rounded_options()
+        likely = work_seconds(work, shape, measure_rates())
         about = range_text(likely / UNSURE, likely * UNSURE)
         self.progress.log(f"measuring {groups} groups of layers on {tokens:,} tokens: about {about}")
 
@@ -337,7 +355,7 @@ class _Planner:
         solver, losses, size = branch.solver, branch.losses, point.bytes
         steps = [(-1) ** n * (1 + n // 2) * 0.03 for n in range(self.settings.check)]
         near = [solver.best(size * (1 + step), self._seconds) for step in steps]
-        points = [point, *(other for other in near if other is not None)]
+        points = [point, *(other for other in [*near, self._uniform(branch)] if other is not None)]
         joint = {_identity(other): self._measured(losses, other) for other in points}
         options = corrected_losses(
             lambda: losses.options(solver.bytes),
@@ -352,6 +370,19 @@ class _Planner:
         if _identity(better) not in joint:
             joint[_identity(better)] = self._measured(losses, better)
         return again, joint[_identity(better)], joint
+
+    def _uniform(self, branch: PlanBranch) -> PlanPoint | None:
+        """The best point of one option for all groups that meets the budget; None: none does."""
+        solver, size = branch.solver, self.settings.bytes or math.inf
+        embeddings = [{EMBEDDING: name} for name in branch.costs.table.get(EMBEDDING, ())] or [{}]
+        points = [
+            solver.point({**choice, **embedding}, kv)
+            for choice in branch.costs.uniform.values()
+            for embedding in embeddings
+            for kv in solver.kv
+        ]
+        meeting = [point for point in points if self._meets(point, size, solver)]
+        return min(meeting, key=lambda point: (point.loss, point.bytes), default=None)
 
     def _measured(self, losses: Losses, point: PlanPoint) -> PlanPoint:
         """The point with its loss as a whole."""

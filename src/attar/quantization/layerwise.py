@@ -28,7 +28,6 @@ from attar.quantization.methods.qronos import least_squares_weight, qronos
 from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.yaqa import yaqa
-from attar.quantization.plan import LayerPlan
 from attar.quantization.quantization_method import QuantizationMethod
 from attar.quantization.settings import AWQSettings, GPTQSettings, SparseGPTQSettings
 from attar.quantization.transforms.awq import search_clip
@@ -44,12 +43,13 @@ class LayerSolver(LinearSolver):
     """Rounds each Linear on its grid.
 
     Attributes:
+        grids: by module name.
         method: the rounding; see rounding.METHODS.
         keep_zeros: which weights that are zero stay zero; see attar.models.surgery.zeros.
         output_hessian: gives H_O (N, N) of a module, for yaqa.
     """
 
-    layers: Mapping[str, LayerPlan]
+    grids: Mapping[str, Grid]
     method: QuantizationMethod
     settings: AWQSettings | GPTQSettings
     keep_zeros: str = "false"
@@ -106,13 +106,13 @@ class LayerSolver(LinearSolver):
 
     def units(self, names: list[str]) -> list[list[str]]:
         """Linears that stay in one process: Linears with one global scale (:func:`fused`)."""
-        together = [name for name in names if isinstance(self.layers[name].grid, NVFP4Grid)]
+        together = [name for name in names if isinstance(self.grids[name], NVFP4Grid)]
         alone = [[name] for name in names if name not in together]
         return [*alone, together] if together else alone
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) of stored codes."""
-        return QuantizedTensor.from_tensors(self.layers[name].grid, tensors).dequantize()
+        return QuantizedTensor.from_tensors(self.grids[name], tensors).dequantize()
 
     def _shared(self, H: Tensor, statistics: Hessian) -> dict[str, Any]:
         """The solver's arguments that are the same for all Linears of a group."""
@@ -142,8 +142,8 @@ class LayerSolver(LinearSolver):
         """The weights that are rounded in one call: weights on one grid, where the method allows it. Each
         weight loses its own fraction."""
         stacked = self.method.stacked and (self.sparsity is None or bool(self.sparsity.of))
-        for grid in dict.fromkeys(self.layers[name].grid for name in weights):
-            names = [name for name in weights if self.layers[name].grid == grid]
+        for grid in dict.fromkeys(self.grids[name] for name in weights):
+            names = [name for name in weights if self.grids[name] == grid]
             shared_grid = fused(grid, [weights[name] for name in names])
             few = sum(weights[name].numel() for name in names) <= STACKED
             for group in [names] if stacked and few else [[name] for name in names]:

@@ -74,6 +74,7 @@ def round_layers(task: RoundingTask) -> RoundedModel:
     assert isinstance(options, AWQSettings | GPTQSettings)
     precision = _precision(task)
     layers = {layer.module: layer for layer in task.plan.sites.values()}
+    grids = {module: layer.grid for module, layer in layers.items()}
     batches, hessian = task.batches(), None
     if isinstance(options, YAQASettings):
         hessian = OutputHessian(
@@ -89,14 +90,12 @@ def round_layers(task: RoundingTask) -> RoundedModel:
         if task.processes.first:
             hessian.collect(precision)
         task.processes.wait()
-    solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
+    solver = LayerSolver(grids, method, options, settings.storage.keep_zeros, hessian)
     sweep, head = _sweep_options(task, layers, batches, precision), None
     if rounds_mtp(settings) and task.plan.mtp:
-        sites = {layer.module: layer for layer in task.plan.mtp.values()}
+        sites = {layer.module: layer.grid for layer in task.plan.mtp.values()}
         file = task.work / "mtp.safetensors"
-        head = HeadRounding(
-            task.checkpoint, task.plan.mtp, replace(solver, layers=sites), file, task.progress
-        )
+        head = HeadRounding(task.checkpoint, task.plan.mtp, replace(solver, grids=sites), file, task.progress)
         sweep = replace(sweep, after_blocks=head)
     swept = _swept(task, sweep_linears(task.checkpoint, batches, solver, sweep))
     return swept if head is None else replace(swept, mtp=head.codes(), mtp_reports=head.reports())
@@ -120,7 +119,7 @@ def learn_blocks(task: RoundingTask) -> RoundedModel:
     start = None
     if options.start == "gptq":  # with its searched scales and refinement
         start = solved_start(
-            LayerSolver(layers, METHODS["gptq"], SparseGPTQSettings(), settings.storage.keep_zeros)
+            LayerSolver(grids, METHODS["gptq"], SparseGPTQSettings(), settings.storage.keep_zeros)
         )
     solver = AutoRoundSolver(
         grids,

@@ -374,7 +374,13 @@ METHOD_SETTINGS: dict[str, type] = {
 }
 """The options of each method. What the methods do is in rounding.METHODS."""
 
-GROUP_ORDERED = ("awq", "gptq", "gptaq", "qronos", "yaqa")
+GPTQ_KIN = ("gptq", "gptaq", "qronos", "yaqa")
+"""Methods that move columns against the errors of others."""
+
+OPTION_TOKENS = 1 << 15
+"""Tokens of the Hessians by which options are rounded whose sensitivities are measured."""
+
+GROUP_ORDERED = ("awq", *GPTQ_KIN)
 """Methods that see a layer's inputs before they form its groups, which act-order "group" asks for."""
 
 MethodSettings = RTNSettings | AWQSettings | GPTQSettings | AutoRoundSettings

@@ -16,7 +16,14 @@ from attar.distillation.head_settings import TrainHeadSettings
 from attar.distillation.settings import LearnSettings, RowSettings
 from attar.measure.settings import EvaluateSettings
 from attar.pruning.settings import MixedSettings, PruneSettings, UnitSettings, ZerosSettings
-from attar.quantization.settings import TUNE_TOKENS, AutoRoundSettings, QATSettings, QuantizeSettings
+from attar.quantization.settings import (
+    GPTQ_KIN,
+    OPTION_TOKENS,
+    TUNE_TOKENS,
+    AutoRoundSettings,
+    QATSettings,
+    QuantizeSettings,
+)
 from attar.recipe.costs import (
     CRITERION_PASSES,
     EXL2_COST,
@@ -250,6 +257,8 @@ def _quantizing(settings: QuantizeSettings) -> Work:
     batch = calibration.batch_size * calibration.sequence_length
     text = _text(settings.data, tokens)
     work = Work(touched=40, blocks=8 * tokens if settings.storage.bits else 0.0)
+    if settings.storage.bits and settings.method in GPTQ_KIN:
+        work += rounded_options()
     if settings.smoothing != "none":
         searched = settings.smoothing == "awq" or settings.transform.alpha < 0
         work += Work(swept=tokens, hessians=tokens, squares=_SMOOTHING * searched, text=text)
@@ -265,6 +274,14 @@ def _quantizing(settings: QuantizeSettings) -> Work:
         if calibration.first_tokens < 0 and not settings.amount:
             work += Work(learned=float(MEASURED_ROWS * calibration.sequence_length))
     return work + _tuning(settings.tuning.steps(settings.method, bits_of(settings.storage)), settings.data)
+
+
+def rounded_options() -> Work:
+    """The sweep that rounds every Linear on the grids of five options."""
+    work = Work(swept=OPTION_TOKENS, hessians=OPTION_TOKENS)
+    for _ in range(5):
+        work += _rounding(METHOD_COSTS["gptq"], 0.0, 0.0, refine=4)
+    return work
 
 
 def _tuning(steps: int, data: str) -> Work:

@@ -239,7 +239,7 @@ class BlockRunner:
         if self.state.processes.first:
             write_solutions(file, {})
 
-    def restore(self, restore: Callable[[str, dict[str, Tensor]], Tensor], file: Path) -> None:
+    def restore(self, restore: Callable[[str, dict[str, Tensor]], Tensor | None], file: Path) -> None:
         """Put the weights of a finished block in place."""
         self._pass_originals()
         for name, tensors in read_solutions(file).items():
@@ -290,9 +290,10 @@ class BlockRunner:
             hidden[number] = output.float()
 
 
-def _put(module: Any, weight: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Give a Linear its new weight (N, K), and its new bias where there is one."""
-    weight_of(module).copy_(weight)
+def _put(module: Any, weight: Tensor | None, tensors: dict[str, Tensor]) -> None:
+    """Give a Linear its new weight (N, K) and its new bias, where there are."""
+    if weight is not None:
+        weight_of(module).copy_(weight)
     if "bias" in tensors:
         module.bias.copy_(tensors["bias"])
 

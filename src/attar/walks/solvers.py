@@ -69,8 +69,8 @@ class LinearSolver(ABC):
         given their filled accumulator."""
 
     @abstractmethod
-    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        """The weight (N, K) of a solution read back from disk."""
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor | None:
+        """The weight (N, K) of a solution read back from disk; None: it stayed as it was."""
 
     def units(self, names: list[str]) -> list[list[str]]:
         """The Linears of a group that several processes may not part."""
@@ -179,7 +179,7 @@ class SharedSolver(LinearSolver):
         """Of the solver."""
         return self.solver.units(names)
 
-    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor | None:
         """Of the solver."""
         return self.solver.restore(name, tensors)
 
@@ -201,5 +201,5 @@ class SharedSolver(LinearSolver):
             sent = solution.tensors[key].to(device).contiguous() if solution else None
             tensors[key] = torch.empty(shape, dtype=dtype, device=device) if sent is None else sent
             distributed.broadcast(tensors[key].view(-1).view(torch.uint8), src=owner)
-        weight = self.restore(name, tensors) if tensors else weights[name]
-        return Solution(weight, tensors, report)
+        weight = self.restore(name, tensors) if tensors else None
+        return Solution(weights[name] if weight is None else weight, tensors, report)

@@ -199,7 +199,7 @@ class _Sweep:
     def unsolved(
         self,
         batches: Sequence[Tensor],
-        restore: Callable[[str, dict[str, Tensor]], Tensor],
+        restore: Callable[[str, dict[str, Tensor]], Tensor | None],
         *,
         originals: bool,
     ) -> Generator[tuple[BlockRunner, list[list[str]], Path], None, None]:
@@ -208,7 +208,7 @@ class _Sweep:
         block's outputs. No gradient is recorded in between.
 
         Args:
-            restore: the weight (N, K) of a solution read back from disk.
+            restore: the weight (N, K) of a solution read back from disk; None: it stayed.
             originals: the hidden states of the original model are run too.
         """
         options, offloaded = self.options, self.offloaded

@@ -134,11 +134,11 @@ def counting(limit=10**9):
     """A rounding that counts its calls and dies at the limit."""
     calls = []
 
-    def nearest_mse(weight, grid):
+    def nearest_mse(module, weight, grid):
         if len(calls) >= limit:
             raise KeyboardInterrupt
         calls.append(grid)
-        return sensitivity.nearest_mse(weight, grid)
+        return sensitivity.nearest_mse(module, weight, grid)
 
     return calls, nearest_mse
 
@@ -208,8 +208,8 @@ def test_a_grid_that_does_not_fit_is_left_out(tmp_path):
 def test_a_grid_that_breaks_the_model_is_infinite_and_never_chosen(tmp_path):
     case, file = Case(), tmp_path / "s.json"
 
-    def breaking(weight, grid):
-        result = sensitivity.nearest_mse(weight, grid)
+    def breaking(module, weight, grid):
+        result = sensitivity.nearest_mse(module, weight, grid)
         if grid.bits == 2:
             result.parameters.scale.fill_(math.nan)
         return result

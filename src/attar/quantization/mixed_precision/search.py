@@ -20,9 +20,10 @@ from attar.models.loading.stored import stored_precision
 from attar.progress import Progress
 from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
-from attar.quantization.mixed_precision.feedback import feedback_gains
+from attar.quantization.mixed_precision.rounded_options import rounding_of
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
+    RoundFunction,
     measure,
     nearest_mse,
     rounded,
@@ -56,34 +57,48 @@ def choose_bits(
     dtype = stored_precision(checkpoint)
     candidates = integer_candidates(group_size(shapes, storage.group_size))
     inputs = load_inputs(checkpoint, settings)
-    measurements = measure(
-        inputs.model,
-        shared_groups(
-            inputs.anatomy.blocks,
-            list(layers),
-            apart=storage.moe_schemes == "apart",
-            qkv=storage.qkv == "together",
-        ),
+    groups = shared_groups(
+        inputs.anatomy.blocks,
+        list(layers),
+        apart=storage.moe_schemes == "apart",
+        qkv=storage.qkv == "together",
+    )
+    with rounding_of(
+        checkpoint,
+        groups,
         candidates,
-        inputs.batches,
-        inputs.file,
-        key=inputs.key,
-        blocks=inputs.blocks,
-        dtype=dtype,
+        settings.method,
+        settings,
         fits=_fits,
+        dtype=dtype,
         processes=processes,
         progress=progress,
-    )
-    groups = {measurement.group: measurement.modules for measurement in measurements}
-    gains = feedback_gains(
-        checkpoint, groups, settings.method, settings, inputs.file, processes=processes, progress=progress
-    )
-    expected = [replace(row, kl=row.kl * gains.of(row.group, row.option)) for row in measurements]
-    chosen = mix(expected, shapes, storage.bits)
-    nearest = math.fsum(row.kl for row in measurements if chosen.schemes[row.modules[0]] == row.option)
-    measured = interaction(
-        inputs.model, chosen.schemes, nearest, candidates, inputs.batches, work / "interaction", dtype=dtype
-    )
+    ) as rounding:
+        measurements = measure(
+            inputs.model,
+            groups,
+            candidates,
+            inputs.batches,
+            inputs.file,
+            key=inputs.key,
+            blocks=inputs.blocks,
+            dtype=dtype,
+            fits=_fits,
+            rounding=rounding,
+            processes=processes,
+            progress=progress,
+        )
+        chosen = mix(measurements, shapes, storage.bits)
+        measured = interaction(
+            inputs.model,
+            chosen.schemes,
+            chosen.kl,
+            candidates,
+            inputs.batches,
+            work / "interaction",
+            dtype=dtype,
+            rounding=rounding,
+        )
     report = {
         "bits_per_weight": chosen.bits_per_weight,
         "gap": chosen.gap,
@@ -221,6 +236,7 @@ def interaction(
     work: Path,
     *,
     dtype: torch.dtype | None = None,
+    rounding: RoundFunction = nearest_mse,
 ) -> Interaction:
     """Measure a mix as a whole, as :func:`measure` measures its groups one by one; same arguments.
 
@@ -235,6 +251,6 @@ def interaction(
     }
     with (
         reference_of(model, (), batches, "fp32", MEMORY, work) as reference,
-        rounded(model, grids, nearest_mse),
+        rounded(model, grids, rounding),
     ):
         return Interaction(predicted, reference.kl())

@@ -1,8 +1,8 @@
 """How sensitive a model is to the quantization of each part: the KL of each group alone on each grid, as
 sensitivity/weight_changes.py measures it.
 
-Weights are rounded to nearest with scales searched for the smallest squared error. A rounding that makes up
-for its errors leaves another share of each group's loss (feedback.py), and nearly the same at all bits.
+Weights are rounded as the method will round them (rounded_options.py), or to nearest with scales searched for
+the smallest squared error.
 :func:`attar.quantization.mixed_precision.search.interaction` measures how far a whole mix is from the sum of
 its groups.
 """
@@ -29,11 +29,11 @@ from attar.sensitivity.weight_changes import NewWeight, WeightChange, changed, m
 CandidateGrid = Callable[[torch.dtype], Grid]
 """A grid for weights of a storage type."""
 
-RoundFunction = Callable[[Tensor, Grid], QuantizedTensor]
-"""Rounds a weight (N, K) on a grid."""
+RoundFunction = Callable[[str, Tensor, Grid], QuantizedTensor]
+"""Rounds the weight (N, K) of a module on a grid."""
 
 
-def nearest_mse(weight: Tensor, grid: Grid) -> QuantizedTensor:
+def nearest_mse(module: str, weight: Tensor, grid: Grid) -> QuantizedTensor:
     """Round to nearest, each tile's scale searched for the smallest squared error."""
     return grid.quantize(weight, choose_scales(weight, grid, how="mse"))
 
@@ -101,20 +101,20 @@ def _changes(
                 definition = f"{rounding.__name__} {grid!r}"
                 count = sum(rows * columns for rows, columns in shapes)
                 blank = Measurement(group, tuple(modules), name, definition, bits, count, 0.0, 0.0)
-                yield WeightChange(blank, dict.fromkeys(modules, _rounding(grid, rounding)))
+                yield WeightChange(blank, new_weights(dict.fromkeys(modules, grid), rounding))
 
 
 def rounded(
     model: nn.Module, grids: Mapping[str, Grid], rounding: RoundFunction = nearest_mse
 ) -> AbstractContextManager[dict[str, list[float]]]:
     """Matrices on grids while the context lasts, see :func:`attar.sensitivity.weight_changes.changed`."""
-    return changed(model, {name: _rounding(grid, rounding) for name, grid in grids.items()})
+    return changed(model, new_weights(grids, rounding))
 
 
-def _rounding(grid: Grid, rounding: RoundFunction) -> NewWeight:
-    return partial(_decoded, grid=grid, rounding=rounding)
+def new_weights(grids: Mapping[str, Grid], rounding: RoundFunction) -> dict[str, NewWeight]:
+    """What rounding makes of modules on grids."""
 
+    def decoded(weight: Tensor, module: str, grid: Grid) -> Tensor:
+        return rounding(module, weight, grid).dequantize()
 
-def _decoded(weight: Tensor, grid: Grid, rounding: RoundFunction) -> Tensor:
-    """A weight (N, K) after rounding."""
-    return rounding(weight, grid).dequantize()
+    return {module: partial(decoded, module=module, grid=grid) for module, grid in grids.items()}
