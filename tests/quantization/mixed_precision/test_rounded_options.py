@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.checkpoint import open_checkpoint
-from attar.errors import CheckpointError
+from attar.checkpoint import atomic, open_checkpoint
+from attar.errors import CheckpointError, OutputError
 from attar.models.loading.load import load_model
 from attar.planner.costs import layer_groups
 from attar.planner.settings import PlanSettings
-from attar.progress import SILENT
+from attar.progress import SILENT, Silent
 from attar.quantization.grids import QuantizedTensor
 from attar.quantization.hessian import Hessian
 from attar.quantization.layerwise import LayerSolver
@@ -106,6 +108,36 @@ def test_a_killed_sweep_goes_on_and_a_finished_one_is_read(
     monkeypatch.setattr(LayerSolver, "solve", solve)
     with rounding(checkpoint, settings) as whole:
         assert torch.equal(whole(name, weight, grid).codes, codes)
+
+
+def test_another_process_is_waited_for(checkpoint: Any, settings: Any) -> None:
+    with rounding(checkpoint, settings) as rounded:
+        folder = rounded.swept.files[0].parent
+    holder = (
+        "import sys, time; from pathlib import Path; from attar.progress import SILENT\n"
+        "from attar.quantization.mixed_precision.rounded_options import locked\n"
+        "with locked(Path(sys.argv[1]), SILENT):\n    print('held', flush=True); time.sleep(2)"
+    )
+    lines: list[str] = []
+
+    class Kept(Silent):
+        def log(self, line: str) -> None:
+            lines.append(line)
+
+    with subprocess.Popen([sys.executable, "-c", holder, str(folder)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        with rounded_options.locked(folder, Kept()):
+            assert process.wait(10) == 0
+    assert len(lines) == 1 and "waiting for another process" in lines[0]
+
+
+def test_a_full_disk_is_refused_before_the_sweep(
+    checkpoint: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(rounded_options, "sweep_linears", None)
+    with pytest.raises(OutputError, match="rounded-"), rounding(checkpoint, settings):
+        pass
 
 
 def test_many_codes_are_not_kept_and_nearest_makes_none(

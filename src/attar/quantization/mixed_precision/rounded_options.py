@@ -10,9 +10,12 @@ are kept on disk, a byte for a weight and grid.
 
 from __future__ import annotations
 
+import itertools
+import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from attar.checkpoint.atomic import write_json
+from attar.checkpoint.atomic import check_space, explain_os_errors, open_own, try_lock, write_json
 from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
@@ -127,6 +130,7 @@ def rounding_of(
     key = [checkpoint.fingerprint(), digest, sorted(wanted), *map(repr, grids)]
     work = cache_folder() / f"rounded-{sha256_text(canonical_json(key))[:16]}"
     finished = work / "finished.json"
+    weights = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     sweep = SweepOptions(
         work=work,
         select=wanted.__contains__,
@@ -136,20 +140,41 @@ def rounding_of(
         progress=progress,
         what="options",
     )
-    try:
-        if processes.agreed(finished.exists()):
-            swept = SweepResult.read(sorted(work.glob("block-*.safetensors")), "")
-        else:
-            swept = sweep_linears(decoded_view(checkpoint), text, _OptionSolver(grids, fits), sweep)
-        keys = tuple(_keys(file) for file in swept.files)
-    except SafetensorError as error:
-        raise _damaged(work, error) from error
-    if processes.first and not finished.exists():
-        write_json(finished, key)
-    yield RoundedOptions(swept, keys, otherwise)
-    processes.wait()
-    if processes.first and sum(file.stat().st_size for file in swept.files) > KEPT:
-        shutil.rmtree(work, ignore_errors=True)
+    with locked(work, progress) if processes.first else nullcontext():
+        try:
+            if processes.agreed(finished.exists()):
+                swept = SweepResult.read(sorted(work.glob("block-*.safetensors")), "")
+            else:
+                check_space(work, weights * len(grids), "another ATTAR_CACHE, or --method rtn")
+                swept = sweep_linears(decoded_view(checkpoint), text, _OptionSolver(grids, fits), sweep)
+            keys = tuple(_keys(file) for file in swept.files)
+        except SafetensorError as error:
+            raise _damaged(work, error) from error
+        if processes.first and not finished.exists():
+            write_json(finished, key)
+        yield RoundedOptions(swept, keys, otherwise)
+        processes.wait()
+        if processes.first and sum(file.stat().st_size for file in swept.files) > KEPT:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def locked(work: Path, progress: Progress) -> Iterator[None]:
+    """One process has a folder, others wait for it.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with explain_os_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    with open_own(work.with_name(f".{work.name}.lock")) as lock:
+        for second in itertools.count():
+            if try_lock(lock.fileno()):
+                break
+            if second == 0:
+                progress.log(f"note: waiting for another process, which works in {work}")
+            time.sleep(1)
+        yield
 
 
 @dataclass(frozen=True)
