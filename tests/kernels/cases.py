@@ -74,7 +74,8 @@ def steps(family: str, **settings) -> Recording:
     model = (tiny_mixtures if family in tiny_mixtures.FAMILIES else tiny_models).build(family)
     runner = compiled(model.config, model.state_dict(), blocks=6, threads=2, **settings)
     recording, program = Recording(), runner._program
-    recording.keep([program.weights, program.pool, program._layers, program._parts, program._model])
+    parts = (program._layers, program._parts, program._caches, program._model)
+    recording.keep([program.weights, program.pool, getattr(program, "_padded", []), *parts])
     handle = recording.call("attar_runner", program._model, 2, checked=False)
     ids = torch.randint(2, tiny_models.VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     first = StepInput(ids[:33], (TokenSpan(0, 0, 33, (2, 0, 1), 33),))

@@ -52,14 +52,20 @@ STEPS = {
     "experts": lambda: cases.steps("qwen2_moe", kv_dtype="float32", weights="int4", group=16, bits=8),
     "sigmoid scores": lambda: cases.steps("glm4_moe", kv_dtype="float32", weights="int8", group=16, bits=16),
     "sinks": lambda: cases.steps("gpt_oss", kv_dtype="float32", weights="int8", bits=8),
-    "latents": lambda: cases.steps("deepseek_v3", kv_dtype="float32", weights="int8", group=16, bits=16),
+    "latents": lambda: cases.steps("deepseek_v3", kv_dtype="float32", bits=16),
     "latents in codes": lambda: cases.steps(
         "deepseek_v2", kv_dtype="float16", weights="int4", group=16, bits=8
     ),
     "four-bit keys": lambda: cases.steps("gemma2", kv_dtype="int4", weights="int4", bits=16),
     "16 bits": lambda: cases.steps("llama3", kv_dtype="float16", weights="int4", bits=16),
 }
-HALVES = {"bf16": 1e-6, "int4": 1e-6, "norms of heads": 1e-2}  # of the largest: 2^-8 where a rounding flips
+HALVES = {
+    "bf16": 1e-6,
+    "int4": 1e-6,
+    "latents": 1e-6,
+    "latents in codes": 1e-6,
+    "norms of heads": 1e-2,
+}  # of the largest: 2^-8 where a rounding flips
 
 
 @pytest.fixture(scope="module")
