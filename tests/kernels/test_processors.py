@@ -60,10 +60,7 @@ STEPS = {
     "16 bits": lambda: cases.steps("llama3", kv_dtype="float16", weights="int4", bits=16),
 }
 HALVES = {
-    "bf16": 1e-6,
-    "int4": 1e-6,
-    "latents": 1e-6,
-    "latents in codes": 1e-6,
+    **dict.fromkeys(("bf16", "int4", "latents", "latents in codes"), 1e-6),
     "norms of heads": 1e-2,
 }  # of the largest: 2^-8 where a rounding flips
 
