@@ -382,7 +382,7 @@ def plan(
     check: int = 3,
     data: str | Path | Sequence[str] | Any = "auto",
     bos: Literal["auto", "always", "never"] = "auto",
-    samples: int = 8,
+    samples: int = 0,
     sequence_length: int = 128,
     batch_size: int = 8,
     seed: int = 0,

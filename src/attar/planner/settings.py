@@ -59,7 +59,9 @@ class PlanSettings:
     check: int = setting(3, "neighbours of the plan that are measured as a whole to correct the prediction")
     data: str = data_field()
     bos: str = bos_field()
-    samples: int = setting(8, "calibration sequences that losses are measured on, at most 32")
+    samples: int = setting(
+        0, "calibration sequences that losses are measured on, at most 32; 0: 8, of a mixture of experts 32"
+    )
     sequence_length: int = setting(128, "tokens in a calibration sequence, at most the context")
     batch_size: int = setting(8, "sequences in one pass")
     seed: int = setting(0, "seed of the choice of text")
@@ -68,8 +70,9 @@ class PlanSettings:
     def __post_init__(self) -> None:
         check_choices(self)
         check_text(self)
-        for name in ("batch", "samples", "batch_size"):
+        for name in ("batch", "batch_size"):
             check_range(name, getattr(self, name), 1, 2**20, "at least 1")
+        check_range("samples", self.samples, 0, 2**20, "0 (as many as the model needs) or more")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("check", self.check, 0, 64, "0 (no check) to 64")
         check_range("recover_tokens", self.recover_tokens, 0, 2**50, "0 (no recovery) or more")

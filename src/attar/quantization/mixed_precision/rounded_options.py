@@ -39,8 +39,8 @@ from attar.quantization.grids import Grid, QuantizedTensor
 from attar.quantization.hessian import Hessian
 from attar.quantization.layerwise import LayerSolver
 from attar.quantization.mixed_precision.sensitivity import CandidateGrid, RoundFunction, nearest_mse
-from attar.quantization.rounding import METHODS
-from attar.quantization.settings import GPTQ_KIN, OPTION_TOKENS, SparseGPTQSettings
+from attar.quantization.rounding import METHODS, counted_tokens
+from attar.quantization.settings import GPTQ_KIN, OPTION_TOKENS, CalibrationSettings, SparseGPTQSettings
 from attar.sensitivity.weight_changes import cache_folder
 from attar.walks.positions import PositionWeights
 from attar.walks.settings import FIRST_WEIGHT
@@ -135,6 +135,7 @@ def rounding_of(
         work=work,
         select=wanted.__contains__,
         device=pick_device(options["device"]),
+        experts=counted_tokens(CalibrationSettings()),
         positions=PositionWeights(FIRST_WEIGHT),
         processes=processes,
         progress=progress,
