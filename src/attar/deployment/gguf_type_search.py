@@ -44,6 +44,7 @@ from attar.quantization.mixed_precision.rounded_options import rounding_of
 from attar.quantization.mixed_precision.search import (
     Interaction,
     interaction,
+    with_falling,
 )
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
@@ -139,7 +140,7 @@ def search_types(
             rounding=rounding,
             progress=progress,
         )
-        chosen, curve = _choose(budget, measured)
+        chosen, curve = _choose(budget, with_falling(measured))
         kinds = layout.spread(chosen.choice)
         joint = _joint_kl(on, layout, chosen, grids, rounding)
     report = {"gap": chosen.gap, **asdict(joint), "curve": [list(point) for point in curve]}

@@ -43,6 +43,7 @@ from attar.quantization.mixed_precision.search import integer_candidates, with_l
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
     RoundFunction,
+    falling,
     measure,
     nearest_mse,
     new_weights,
@@ -51,8 +52,8 @@ from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
 from attar.sensitivity.weight_changes import NewWeight, SensitivityInputs, changed
 from attar.walks.objectives import token_kl
 
-REFERENCE_BITS = 4
-"""Bits of the option that is measured first, in every group."""
+REFERENCE_BITS, MIXTURE_REFERENCE_BITS = 4, 2
+"""Of a dense model, and of a mixture of experts, where losses follow from the largest (:func:`falling`)."""
 
 FEWER, MORE = 2.0, 4.0  # s
 
@@ -71,7 +72,9 @@ class Losses:
         grids: by option.
         after_blocks: groups' modules that run after the last block.
         rounding: as the method will.
+        reference_bits: bits of the option that is measured first, in every group.
         measured: nats a token, by (group, option).
+        errors: relative output errors, likewise.
     """
 
     inputs: SensitivityInputs
@@ -82,12 +85,14 @@ class Losses:
     progress: Progress = SILENT
     after_blocks: Sequence[str] = ()
     rounding: RoundFunction = nearest_mse
+    reference_bits: int = REFERENCE_BITS
     measured: dict[tuple[str, str], float] = field(default_factory=dict)
+    errors: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def reference(self, options: Iterable[str]) -> str:
         """The option of a group that is measured first."""
         coded = [option for option in options if option != "dense"]
-        return min(coded, key=lambda option: abs(bits_of(option) - REFERENCE_BITS))
+        return min(coded, key=lambda option: abs(bits_of(option) - self.reference_bits))
 
     def missing(self, choice: GroupChoice) -> list[tuple[str, str]]:
         """The options of a choice that were not measured."""
@@ -119,20 +124,22 @@ class Losses:
                 progress=self.progress,
             ):
                 self.measured[row.group, option] = row.kl
+                self.errors[row.group, option] = row.output_error
 
     def loss(self, group: str, option: str) -> float:
         """Measured, or by the nearest measured option."""
         if option == "dense":
             return 0.0
         nearest, factor = option, 1.0
+        known = [name for owner, name in self.measured if owner == group]
         if (group, option) not in self.measured:
             bits = bits_of(option)
-            known = [name for owner, name in self.measured if owner == group]
             assert known, f"nothing of {group} was measured"
             nearest = min(known, key=lambda name: abs(bits_of(name) - bits))
             more = bits_of(nearest) - bits
             factor = (FEWER if more > 0 else MORE) ** more
-        return float(factor * self.measured[group, nearest])
+        points = {name: (self.measured[group, name], self.errors.get((group, name), 0.0)) for name in known}
+        return float(factor * falling(*points[nearest], points.values()))
 
     def options(self, costs: Mapping[str, Mapping[str, int]]) -> dict[str, list[Option]]:
         """Options for :func:`allocate`, with bytes by group and option; infinite losses are left out."""

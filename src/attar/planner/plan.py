@@ -31,7 +31,7 @@ from attar.planner.correction import PredictedKL, predicted_kl
 from attar.planner.costs import EMBEDDING, StepTimes, kv_bytes, layer_groups, weight_costs
 from attar.planner.cuts import CutModel, cut_model_of, cuts_folder
 from attar.planner.gguf_costs import GGUFCosts, PlanCosts, gguf_costs
-from attar.planner.losses import Losses, integer_grids, with_kept_scales
+from attar.planner.losses import MIXTURE_REFERENCE_BITS, Losses, integer_grids, with_kept_scales
 from attar.planner.result import Plan, PlanRow, recipe_of
 from attar.planner.settings import KV_DTYPES_OF, NOISE, SCHEMES_OF, PlanSettings
 from attar.planner.solve import KVOption, PlanPoint, PlanSolver
@@ -116,6 +116,8 @@ class _Planner:
         inputs = load_inputs(checkpoint, settings)
         losses = self._losses(costs, inputs)
         losses.rounding = self._rounding(checkpoint, costs)
+        if any(block.mixture is not None for block in inputs.anatomy.blocks):
+            losses.reference_bits = MIXTURE_REFERENCE_BITS
         losses.measure([(group, losses.reference(options)) for group, options in costs.table.items()])
         uncut = branch = self._branch(costs, losses, kv, times)
         point = self._settled(branch)

@@ -16,9 +16,9 @@ from attar.quantization.grids import IntGrid
 from attar.quantization.grids.scales import choose_scales
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.mixed_precision import sensitivity
-from attar.quantization.mixed_precision.search import integer_candidates, interaction, mix
-from attar.quantization.mixed_precision.sensitivity import measure
-from attar.sensitivity.measurements import SensitivityKey, read
+from attar.quantization.mixed_precision.search import integer_candidates, interaction, mix, with_falling
+from attar.quantization.mixed_precision.sensitivity import falling, measure
+from attar.sensitivity.measurements import Measurement, SensitivityKey, read
 from attar.sensitivity.weight_changes import shared_groups
 from tests import tiny_models
 
@@ -346,3 +346,16 @@ def test_bf16_weights_and_arithmetic(tmp_path):
     exact = case.measure(tmp_path / "x.json", dtype=torch.bfloat16)
     coarse = [(a.kl, b.kl) for a, b in zip(measured, exact, strict=True) if a.option == "W2A16"]
     assert all(a == pytest.approx(b, rel=0.2) for a, b in coarse)
+
+
+def test_a_loss_falls_at_least_as_fast_as_the_output_error():
+    """In proportion in a dense model; a loss that falls with the root, as changed choices of experts make it,
+    counts by the largest error."""
+    dense, rooted = [(0.4, 0.1), (0.1, 0.025)], [(0.4, 0.1), (0.2, 0.025)]
+    assert [falling(*point, dense) for point in dense] == pytest.approx([0.4, 0.1])
+    assert [falling(*point, rooted) for point in rooted] == pytest.approx([0.4, 0.1])
+    assert falling(0.05, 0.025, dense) == 0.05  # faster is as measured
+    assert falling(0.1, 0.0, [(0.4, 0.0)]) == 0.1 and falling(math.inf, math.inf, dense) == math.inf
+    blank = Measurement("g", ("m",), "W4A16", "", 4, 1, 0.2, 0.025)
+    rows = [replace(blank, option="W2A16", kl=0.4, output_error=0.1), blank, replace(blank, group="h")]
+    assert [row.kl for row in with_falling(rows)] == pytest.approx([0.4, 0.1, 0.2])

@@ -24,6 +24,7 @@ from attar.quantization.mixed_precision.rounded_options import rounding_of
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
     RoundFunction,
+    falling,
     measure,
     nearest_mse,
     rounded,
@@ -88,7 +89,7 @@ def choose_bits(
             processes=processes,
             progress=progress,
         )
-        chosen = mix(measurements, shapes, storage.bits)
+        chosen = mix(with_falling(measurements), shapes, storage.bits)
         measured = interaction(
             inputs.model,
             chosen.schemes,
@@ -177,6 +178,14 @@ def mix(
     schemes = {name: chosen.choice[group] for group, names in members.items() for name in names}
     ordered = {name: schemes[name] for name in shapes}
     return SchemeMix(ordered, chosen.loss, chosen.gap, chosen.bits, chosen.bits / weights, curve)
+
+
+def with_falling(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Measurements with the losses of :func:`falling`."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in measurements:
+        points.setdefault(row.group, []).append((row.kl, row.output_error))
+    return [replace(row, kl=falling(row.kl, row.output_error, points[row.group])) for row in measurements]
 
 
 def with_losses(groups: Mapping[str, list[Option]]) -> dict[str, list[Option]]:

@@ -9,7 +9,7 @@ its groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,21 @@ RoundFunction = Callable[[str, Tensor, Grid], QuantizedTensor]
 def nearest_mse(module: str, weight: Tensor, grid: Grid) -> QuantizedTensor:
     """Round to nearest, each tile's scale searched for the smallest squared error."""
     return grid.quantize(weight, choose_scales(weight, grid, how="mse"))
+
+
+def falling(kl: float, error: float, others: Iterable[tuple[float, float]]) -> float:
+    """The loss of an option beside other errors of the model: it falls at least as fast as the output error.
+
+    In a dense model a group's KL is in proportion to its output error. In a mixture of experts a group alone
+    also changes the choice of experts for some tokens, as often as its error is large, so that its KL falls
+    with the root of the energy; but choices change by the errors of all groups together, which add up in
+    quadrature, and there each group's part is in proportion to its energy again.
+
+    Args:
+        kl, error: of the group on one grid, as measured.
+        others: of the same group on other grids; those with a larger error count.
+    """
+    return min([kl, *(loss * error / energy for loss, energy in others if energy > error > 0)])
 
 
 def measure(
