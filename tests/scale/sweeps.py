@@ -23,6 +23,7 @@ PRUNE = {
 QUANTIZE = {
     "fp8": {"method": "rtn", "scheme": "FP8", "kv_cache": "fp8"},
     "bits": {"method": "rtn", "bits": 4.4, "group_size": 32},
+    "bits_gptq": {"method": "gptq", "bits": 4.4, "group_size": 32},
     "smoothquant": {"method": "smoothquant", "scheme": "W8A8"},
     "autoround": {"method": "autoround", "scheme": "W4A16", "group_size": 32, "iterations": 4},
     "yaqa": {"method": "yaqa", "scheme": "W4A16", "group_size": 32},

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SAME = 0.99  # of the stored numbers: a sum's rounding moves a weight over a threshold, or over the middle
 EXACT = ("wanda", "layers", "fp8", "bits", "smoothquant", "autoround", "experts")
 """A maximum, the first process alone, or scores whose order no rounding changes."""
-CHAIN = ("sparsegpt", "yaqa", "mixture", "exl2", "rounded")
+CHAIN = ("sparsegpt", "yaqa", "bits_gptq", "mixture", "exl2", "rounded")
 """One other code makes the next ones other, too: their errors are compared."""
 QUALITY = ("loss", "kl_mean", "kl_p99", "top1_agreement", "accuracy", "quality_kept", "tokens", "tasks")
 
