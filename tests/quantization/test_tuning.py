@@ -72,13 +72,13 @@ def test_what_is_no_nearer_is_not_taken(model, plain, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "bits", "steps"),
     [
-        ({}, 3, 16),
+        ({}, 3, 32),
         ({}, 4, 0),
         ({"method": "rtn"}, 2, 0),
         ({"method": "qat"}, 2, 0),
         ({"effort": "fast"}, 2, 0),
-        ({"effort": "good"}, 4, 16),
-        ({"effort": "best", "method": "rtn"}, 8, 64),
+        ({"effort": "good"}, 4, 32),
+        ({"effort": "best", "method": "rtn"}, 8, 128),
         ({"effort": "best", "tune": 5}, 2, 5),
         ({"tune": 0}, 2, 0),
     ],
@@ -92,7 +92,7 @@ def test_the_best_effort_reads_more_text(model):
     checkpoint = open_checkpoint(model)
     chosen = plan(checkpoint, quantize_settings(effort="best").storage)
     settings = tuning.with_tuning(quantize_settings(effort="best"), chosen, checkpoint, SILENT)
-    assert (settings.tuning.tune, settings.calibration.samples) == (64, 256)
+    assert (settings.tuning.tune, settings.calibration.samples) == (128, 256)
     more = tuning.with_tuning(quantize_settings(effort="best", samples=300), chosen, checkpoint, SILENT)
     assert more.calibration.samples == 300
 

@@ -91,7 +91,7 @@ class ExportSettings:
     )
     effort: str = setting(
         "auto",
-        "gguf: time for quality at the same bytes: good, best: behind any rounding 16 or 64 "
+        "gguf: time for quality at the same bytes: good, best: behind any rounding 32 or 128 "
         "steps in which the blocks' float16 scales, norms and biases learn end to end from the original; "
         "fast: none; auto: good behind a rounding that reads text where most weights have 3 bits, "
         "else fast",

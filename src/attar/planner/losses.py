@@ -2,7 +2,7 @@
 
     KL[g, o]                   measured (mixed_precision/sensitivity.py), in the file that --bits uses
     KL[g, r] s^(b_r - b_o)     until it is: r the measured option nearest in bits; s = 4 to more bits, the
-                               squared error of a uniform grid, and 2 to fewer, a hopeful guess: what is
+                               squared error of a uniform grid, and 3 to fewer, a hopeful guess: what is
                                taken is measured, what seems bad is not (GPTQ's KL grows 1.5 to 4 times)
 
 Only options that a plan may choose need a measurement: :meth:`Losses.measure` is called with those that a
@@ -55,7 +55,7 @@ from attar.walks.objectives import token_kl
 REFERENCE_BITS, MIXTURE_REFERENCE_BITS = 4, 2
 """Of a dense model, and of a mixture of experts, where losses follow from the largest (:func:`falling`)."""
 
-FEWER, MORE = 2.0, 4.0  # s
+FEWER, MORE = 3.0, 4.0  # s
 
 WHOLES, WHOLES_VERSION = "attar wholes", 1
 

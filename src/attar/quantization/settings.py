@@ -168,13 +168,13 @@ class CalibrationSettings:
         return FIRST_WEIGHT if self.first_tokens < 0 else self.first_tokens
 
 
-TUNE_TOKENS = 2048
+TUNE_TOKENS = 1024
 """Tokens of a step of tuning."""
 
-HELD_OUT = 4
+HELD_OUT = 8
 """Steps' worth of tokens that decide whether a tuning is taken."""
 
-STEPS = {"fast": 0, "good": 16, "best": 64}
+STEPS = {"fast": 0, "good": 32, "best": 128}
 """Steps of tuning by effort."""
 
 AUTO_BITS = 3  # and below: the rounding loses enough for the tuning to pay
@@ -188,7 +188,7 @@ class TuningSettings:
 
     effort: str = setting(
         "auto",
-        "time for quality at the same bytes: fast: the rounding alone; good: 16 steps of tuning; best: 64, "
+        "time for quality at the same bytes: fast: the rounding alone; good: 32 steps of tuning; best: 128, "
         "and 256 calibration sequences at least; auto: good at 3 bits and below, else fast",
         ("auto", *STEPS),
     )
