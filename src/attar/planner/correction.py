@@ -5,8 +5,8 @@
     v_i = s_1^2 + (d ln(loss / loss_i))^2
     KL = loss e^mean,  90 % interval  loss e^(mean +- 1.645 sqrt(1 / (1 / s_0^2 + sum 1 / v_i) + s_1^2))
 
-A loss is measured on the calibration text with the errors that the method is expected to leave, a recipe
-rounds with its method, tunes few bits, and is measured on other text: they differ by a factor that
+A loss is measured on the calibration text with every Linear rounded by the method alone, a recipe rounds
+behind rounded layers, tunes few bits, and is measured on other text: they differ by a factor that
 depends on the method and the model, and varies slowly with the loss. Without runs of this model the prior
 (m_0, s_0) counts, with them it is forgotten: the mean of normal observations with a normal prior.
 

@@ -2,7 +2,7 @@
 
     KL[g, o]                   measured (mixed_precision/sensitivity.py), in the file that --bits uses
     KL[g, r] s^(b_r - b_o)     until it is: r the measured option nearest in bits; s = 4 to more bits, the
-                               squared error of a uniform grid, and 3 to fewer, a hopeful guess: what is
+                               squared error of a uniform grid, and 3 to fewer, which is optimistic: what is
                                taken is measured, what seems bad is not (GPTQ's KL grows 1.5 to 4 times)
 
 Only options that a plan may choose need a measurement: :meth:`Losses.measure` is called with those that a

@@ -25,7 +25,7 @@ from attar.checkpoint.hashing import cache_folder
 NUMBERS = ("bytes", "cache_bytes", "kl", "kl_low", "kl_high", "loss", "decode_tokens_per_s")
 """What is predicted and measured of a recipe's last model: bytes of its weight files with their headers, and
 of the KV cache; KL in nats a token with the ends of its 90 % interval; ``loss``: the KL on the calibration
-text with the errors that the method is expected to leave; tokens a second of all sequences."""
+text with every Linear rounded by the method alone; tokens a second of all sequences."""
 
 
 @dataclass(frozen=True)

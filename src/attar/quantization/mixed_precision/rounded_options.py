@@ -1,4 +1,4 @@
-"""Every Linear on every grid as GPTQ rounds it, made in one sweep: what sensitivities are measured with.
+"""Every Linear on every grid as GPTQ rounds it, computed in one sweep: what sensitivities are measured with.
 
 GPTQ and its kin move the columns behind against the error of each column (QuIP, Chee 2023, arXiv 2307.13304,
 theorem 1), with scales searched by the output. What that leaves of a Linear's loss differs tenfold between
@@ -100,7 +100,7 @@ def rounding_of(
     progress: Progress = SILENT,
 ) -> Iterator[RoundFunction]:
     """How options are rounded that a method will round: by GPTQ for the methods of :data:`GPTQ_KIN`, else to
-    nearest. Codes are made once; they stay for other budgets unless they are more than :data:`KEPT`. A killed
+    nearest. Codes are computed once; they stay for other budgets unless they are more than :data:`KEPT`. A killed
     sweep goes on.
 
     Args:

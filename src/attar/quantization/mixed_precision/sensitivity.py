@@ -39,7 +39,7 @@ def nearest_mse(module: str, weight: Tensor, grid: Grid) -> QuantizedTensor:
 
 
 def falling(kl: float, error: float, others: Iterable[tuple[float, float]]) -> float:
-    """The loss of an option beside other errors of the model: it falls at least as fast as the output error.
+    """The loss of an option in a model with other errors too: it falls at least as fast as the output error.
 
     In a dense model a group's KL is in proportion to its output error. In a mixture of experts a group alone
     also changes the choice of experts for some tokens, as often as its error is large, so that its KL falls
