@@ -100,8 +100,8 @@ def rounding_of(
     progress: Progress = SILENT,
 ) -> Iterator[RoundFunction]:
     """How options are rounded that a method will round: by GPTQ for the methods of :data:`GPTQ_KIN`, else to
-    nearest. Codes are computed once; they stay for other budgets unless they are more than :data:`KEPT`. A killed
-    sweep goes on.
+    nearest. Codes are computed once; they stay for other budgets unless they are more than :data:`KEPT`. A
+    killed sweep goes on.
 
     Args:
         groups: names of Linears by group; those of no block are rounded to nearest.
