@@ -60,7 +60,8 @@ def collect(
     Answers are kept in ``OUT.journal`` as they come: called again, nothing is asked twice.
 
     Args:
-        prompts: a text file (a prompt a line), JSON lines of ``prompt`` or ``messages``, or topics.
+        prompts: a text file (a prompt a line), JSON lines of ``prompt`` or ``messages``, or topics;
+            ``magpie``: the model writes questions of its own, ``samples`` of them.
         out: the data, a file that ends with ``.jsonl``; its card is ``OUT.card.json``.
         teacher: the URL of an endpoint that speaks OpenAI's API, or a model.
         offline: ask nothing: write what the journal has.

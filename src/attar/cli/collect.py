@@ -30,7 +30,11 @@ def build_collect(verb: str) -> Any:
     cls = load(COLLECT_SETTINGS)
     teacher = "an endpoint's URL (OpenAI's chat API, up to /v1), or a model: a folder, a hub id or attar:tiny"
     parameters = [
-        argument("prompts", "a prompt a line, JSON lines of prompt or messages, or topics"),
+        argument(
+            "prompts",
+            "a prompt a line, JSON lines of prompt or messages, or topics; magpie: --samples questions "
+            "that the model itself writes",
+        ),
         text_option("teacher", "--teacher", help=teacher, metavar="URL|MODEL"),
         text_option("out", "--out", "-o", help="file of the answers", metavar="OUT.jsonl", required=True),
         *settings_options(cls),

@@ -28,6 +28,7 @@ from attar.collection.crew import Crew, RunTally
 from attar.collection.event_loop import interrupts, run_to_end
 from attar.collection.filters.run import FilterSummary, filter_rows
 from attar.collection.journal import SUFFIX, Journal, open_journal
+from attar.collection.magpie import MAGPIE, is_magpie, magpie_prompt
 from attar.collection.prompts import read_prompts
 from attar.collection.requests import TeacherRequest, make_requests
 from attar.collection.settings import VERSION, CollectSettings
@@ -85,7 +86,7 @@ def collect(
     """Ask a teacher, and write its answers.
 
     Args:
-        prompts: file of the prompts, as ``settings.prompts.read_as`` says.
+        prompts: file of the prompts, as ``settings.prompts.read_as`` says; ``magpie``: a model writes them.
         out: the data, a file that ends with ``.jsonl``.
         teacher: an endpoint's URL, or a model.
         cluster: where a model runs; None: in this process.
@@ -186,10 +187,13 @@ def _teacher(
 
 def _requests(prompts: Path, teacher: Teacher, settings: CollectSettings) -> list[TeacherRequest]:
     weights = read_mixture(settings.prompts.systems)
-    chats = [
-        with_system(prompt, weights, settings.seed)
-        for prompt in read_prompts(prompts, settings.prompts, settings.seed)
-    ]
+    if is_magpie(prompts):
+        if isinstance(teacher, EndpointTeacher):
+            raise SettingsError("prompts", MAGPIE, "a file: an endpoint lets nobody write the user's words")
+        plain = [magpie_prompt()]
+    else:
+        plain = read_prompts(prompts, settings.prompts, settings.seed)
+    chats = [with_system(prompt, weights, settings.seed) for prompt in plain]
     return make_requests(chats, settings, teacher.identity, seeded=teacher.seeded)
 
 

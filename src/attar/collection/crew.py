@@ -198,7 +198,7 @@ def answer_row(request: TeacherRequest, answer: TeacherAnswer, teacher: str) -> 
         message["reasoning_content"] = answer.reasoning
     counts = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens}
     return {
-        "messages": [*request.messages, message],
+        "messages": [*(answer.messages or request.messages), message],
         "id": request.id,
         "teacher": teacher,
         "usage": counts if None not in counts.values() else None,

@@ -36,7 +36,8 @@ def fit(settings: T, checkpoint: Checkpoint, progress: Progress = SILENT) -> T:
     original: Any = settings
     name, reason = fitting(checkpoint)
     if original.data == AUTO:
-        progress.log(f"text: {name}, because {reason} (--data names another)")
+        advice = "" if name == CODE else "; attar collect magpie writes the model's own"
+        progress.log(f"text: {name}, because {reason} (--data names another{advice})")
         fitted: T = replace(original, data=name)
         return fitted
     if original.data == CODE and name != CODE:

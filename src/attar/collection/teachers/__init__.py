@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from attar.checkpoint.card import Parent
+from attar.collection.prompts import Message
 from attar.collection.requests import TeacherRequest
 from attar.collection.retry import TeacherFailure
 
@@ -15,6 +16,7 @@ class TeacherAnswer:
     """One answer.
 
     Attributes:
+        messages: those in front of it, where the teacher wrote the last of them; (): the request's.
         reasoning: what a reasoning model wrote before it, where the teacher tells; "": nothing.
         prompt_tokens: as the teacher counts; None: it does not.
         created: seconds since 1970, as an endpoint says; None: a checkpoint has no clock.
@@ -22,6 +24,7 @@ class TeacherAnswer:
 
     content: str
     finish_reason: str
+    messages: tuple[Message, ...] = ()
     reasoning: str = ""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attar.chat_template import PLAIN
 from attar.checkpoint.card import Parent
 from attar.checkpoint.open import Checkpoint
+from attar.collection.magpie import asks_itself, opening
+from attar.collection.prompts import Message
 from attar.collection.requests import TeacherRequest
 from attar.collection.retry import TeacherFailure
 from attar.collection.settings import CollectSettings
@@ -15,6 +19,7 @@ from attar.errors import AttarError, DataError, SettingsError
 
 if TYPE_CHECKING:
     from attar.runtime.async_engine import AsyncEngine
+    from attar.runtime.sampling.params import SamplingParams
 
 _REASONING = ("<think>", "</think>")
 
@@ -48,7 +53,6 @@ class LocalTeacher:
         if self._engine is None:
             self._engine = self._llm.streams()
         answers = self._settings.answers
-        pieces, reason, usage = [], "stop", None
         try:
             params = SamplingParams(
                 max_tokens=answers.max_tokens,
@@ -57,11 +61,13 @@ class LocalTeacher:
                 stop=answers.stop,
                 seed=request.seed,
             )
-            async for event in self._engine.stream(self._encode(request), params):
-                if event.finish_reason == "error":
-                    return TeacherFailure(event.error or "the model failed", "stop")
-                pieces.append(event.text)
-                reason, usage = event.finish_reason or reason, event.usage or usage
+            if not self._chats and len(request.messages) > 1:
+                raise DataError(
+                    "the teacher has no chat template: it answers single messages, without a system prompt"
+                )
+            if asks_itself(request.messages):
+                return await self._ask_itself(request.messages, params)
+            return await self._write(self._encode(request.messages), params)
         except (
             SettingsError,
             DataError,
@@ -69,6 +75,32 @@ class LocalTeacher:
             return TeacherFailure(str(error.message), "refuse")
         except AttarError as error:
             return TeacherFailure(error.message, "stop", hint=error.hint)
+
+    async def _ask_itself(
+        self, messages: Sequence[Message], params: SamplingParams
+    ) -> TeacherAnswer | TeacherFailure:
+        """What the user says is written first, then the answer to it; without a chat template, a text."""
+        begin = opening(self._llm.tokenizer, messages if self._chats else ())
+        if not self._chats:
+            return await self._write(begin.tokens, params)
+        question = await self._write(begin.tokens, begin.ended(params))
+        if isinstance(question, TeacherFailure):
+            return question
+        if not question.content.strip():
+            return TeacherFailure("the model wrote no question", "refuse")
+        with_question = (*messages[:-1], {**messages[-1], "content": question.content.strip()})
+        answer = await self._write(self._encode(with_question), params)
+        return answer if isinstance(answer, TeacherFailure) else replace(answer, messages=with_question)
+
+    async def _write(self, tokens: Sequence[int], params: SamplingParams) -> TeacherAnswer | TeacherFailure:
+        """What the model writes behind some tokens."""
+        assert self._engine is not None
+        pieces, reason, usage = [], "stop", None
+        async for event in self._engine.stream(tokens, params):
+            if event.finish_reason == "error":
+                return TeacherFailure(event.error or "the model failed", "stop")
+            pieces.append(event.text)
+            reason, usage = event.finish_reason or reason, event.usage or usage
         assert usage is not None
         reasoning, content = split_reasoning("".join(pieces))
         return TeacherAnswer(
@@ -90,14 +122,13 @@ class LocalTeacher:
 
         return as_parent(self._checkpoint, "signal", self._fingerprint)
 
-    def _encode(self, request: TeacherRequest) -> list[int]:
-        chats = (getattr(self._llm.tokenizer, "chat_template", None) or PLAIN) != PLAIN
-        if not chats and len(request.messages) > 1:
-            raise DataError(
-                "the teacher has no chat template: it answers single messages, without a system prompt"
-            )
-        messages, text = request.messages, str(request.messages[0]["content"])
-        tokens: list[int] = self._llm.encode_chat(messages) if chats else self._llm.encode(text)
+    @property
+    def _chats(self) -> bool:
+        return (getattr(self._llm.tokenizer, "chat_template", None) or PLAIN) != PLAIN
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        text = str(messages[0]["content"])
+        tokens: list[int] = self._llm.encode_chat(messages) if self._chats else self._llm.encode(text)
         return tokens
 
 
