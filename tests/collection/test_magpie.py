@@ -8,7 +8,7 @@ import torch
 
 import attar
 from attar.collection.magpie import MOST_TOKENS, opening
-from attar.errors import DataError, SettingsError
+from attar.errors import DataError, UsageError
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
 
@@ -123,7 +123,7 @@ def test_a_model_without_a_template_writes_texts(tmp_path):
 
 
 def test_an_endpoint_is_refused_and_a_file_of_that_name_is_read(tmp_path, monkeypatch):
-    with pytest.raises(SettingsError, match="magpie"):
+    with pytest.raises(UsageError, match="magpie needs a model"):
         attar.collect("magpie", tmp_path / "x.jsonl", teacher="http://localhost:1/v1", model="m")
     monkeypatch.chdir(tmp_path)
     Path("magpie").write_text("def add(a, b):\n")

@@ -37,7 +37,7 @@ from attar.collection.teachers import Teacher
 from attar.collection.teachers.endpoint import EndpointTeacher, is_url
 from attar.data.provenance import card_path, provenance, read_card
 from attar.data.sources import check_messages, json_rows
-from attar.errors import DataError, EndpointError, SettingsError
+from attar.errors import DataError, EndpointError, SettingsError, UsageError
 from attar.options import flatten
 from attar.progress import SILENT, Progress
 
@@ -189,7 +189,10 @@ def _requests(prompts: Path, teacher: Teacher, settings: CollectSettings) -> lis
     weights = read_mixture(settings.prompts.systems)
     if is_magpie(prompts):
         if isinstance(teacher, EndpointTeacher):
-            raise SettingsError("prompts", MAGPIE, "a file: an endpoint lets nobody write the user's words")
+            raise UsageError(
+                f"{MAGPIE} needs a model as teacher: an endpoint lets nobody begin the user's words",
+                hint="--teacher a folder, a hub id or attar:tiny; or a file of prompts",
+            )
         plain = [magpie_prompt()]
     else:
         plain = read_prompts(prompts, settings.prompts, settings.seed)
