@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,36 @@ def test_many_codes_are_not_kept_and_nearest_makes_none(
     with rounding(checkpoint, settings):
         (folder,) = (tmp_path / "cache").glob("*/rounded-*")
     assert not folder.exists()
+
+
+def test_the_codes_used_last_are_kept(
+    checkpoint: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for two texts of three: the second, which the first was used after, goes."""
+    folders, texts = [], [settings.data, str(tmp_path / "second.txt"), str(tmp_path / "third.txt")]
+    for path in texts[1:]:
+        Path(path).write_text(f"{path} has words of its own, which nobody else has. " * 400)
+    for number in (0, 1, 0):
+        with rounding(checkpoint, replace(settings, data=texts[number])) as rounded:
+            folders.append(rounded.swept.files[0].parent)
+    assert len(set(folders)) == 2
+    bytes_of_one = sum(file.stat().st_size for file in folders[0].glob("block-*"))
+    monkeypatch.setattr(rounded_options, "KEPT", 2 * bytes_of_one + 1000)
+    with rounding(checkpoint, replace(settings, data=texts[2])) as rounded:
+        folders.append(rounded.swept.files[0].parent)
+    assert set((tmp_path / "cache").glob("*/rounded-*")) == {folders[0], folders[-1]}
+    monkeypatch.setattr(rounded_options, "KEPT", 0)
+    holder = (
+        "import sys, time; from pathlib import Path; from attar.progress import SILENT\n"
+        "from attar.quantization.mixed_precision.rounded_options import locked\n"
+        "with locked(Path(sys.argv[1]), SILENT):\n    print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder, str(folders[0])], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        with rounding(checkpoint, replace(settings, data=texts[2])):
+            pass
+        process.kill()
+    assert set((tmp_path / "cache").glob("*/rounded-*")) == {folders[0]}, "another process works with it"
 
 
 def test_a_damaged_file_is_refused(checkpoint: Any, settings: Any, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from attar.walks.solvers import LinearSolver, Solution
 from attar.walks.sweep import SweepOptions, SweepResult, sweep_linears
 
 WIDE = 8.0  # bits a weight from which rounding to nearest loses nothing
-KEPT = 4 << 30  # bytes of codes that stay for other budgets
+KEPT = 4 << 30  # bytes of codes that stay for other budgets, of all models and texts
 SPLIT = "train"  # of the text: sensitivities are measured on the one for calibration
 
 
@@ -100,8 +100,8 @@ def rounding_of(
     progress: Progress = SILENT,
 ) -> Iterator[RoundFunction]:
     """How options are rounded that a method will round: by GPTQ for the methods of :data:`GPTQ_KIN`, else to
-    nearest. Codes are computed once; they stay for other budgets unless they are more than :data:`KEPT`. A
-    killed sweep goes on.
+    nearest. Codes are computed once and stay for other budgets, those used last up to :data:`KEPT`. A killed
+    sweep goes on.
 
     Args:
         groups: names of Linears by group; those of no block are rounded to nearest.
@@ -151,12 +151,33 @@ def rounding_of(
             keys = tuple(_keys(file) for file in swept.files)
         except SafetensorError as error:
             raise _damaged(work, error) from error
-        if processes.first and not finished.exists():
-            write_json(finished, key)
+        if processes.first:
+            write_json(finished, key)  # again: its time says when the codes were used
         yield RoundedOptions(swept, keys, otherwise)
         processes.wait()
-        if processes.first and sum(file.stat().st_size for file in swept.files) > KEPT:
-            shutil.rmtree(work, ignore_errors=True)
+    if processes.first:
+        _forget(cache_folder(), KEPT)
+
+
+def _forget(cache: Path, most: int) -> None:
+    """Delete the codes that were not used for the longest time where all are more than ``most`` bytes;
+    another process keeps those that it works with."""
+    total = 0
+    for work in sorted(cache.glob("rounded-*"), key=_used, reverse=True):
+        total += sum(file.stat().st_size for file in work.glob("block-*.safetensors"))
+        if total > most:
+            with open_own(_lock_of(work)) as lock:
+                if try_lock(lock.fileno()):
+                    shutil.rmtree(work, ignore_errors=True)
+
+
+def _used(work: Path) -> float:
+    finished = work / "finished.json"
+    return (finished if finished.exists() else work).stat().st_mtime
+
+
+def _lock_of(work: Path) -> Path:
+    return work.with_name(f".{work.name}.lock")
 
 
 @contextmanager
@@ -167,14 +188,16 @@ def locked(work: Path, progress: Progress) -> Iterator[None]:
         OutputError: it cannot be written.
     """
     with explain_os_errors(work):
-        work.mkdir(parents=True, exist_ok=True)
-    with open_own(work.with_name(f".{work.name}.lock")) as lock:
+        work.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(_lock_of(work)) as lock:
         for second in itertools.count():
             if try_lock(lock.fileno()):
                 break
             if second == 0:
                 progress.log(f"note: waiting for another process, which works in {work}")
             time.sleep(1)
+        with explain_os_errors(work):
+            work.mkdir(exist_ok=True)
         yield
 
 
