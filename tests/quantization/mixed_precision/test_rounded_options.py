@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,24 +113,30 @@ def test_a_killed_sweep_goes_on_and_a_finished_one_is_read(
         assert torch.equal(whole(name, weight, grid).codes, codes)
 
 
+@contextmanager
+def holding(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that has the lock of a folder; without attar, which takes seconds to import."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    code = (
+        f"import fcntl, time; lock = open({str(lock)!r}, 'r+b'); fcntl.lockf(lock, fcntl.LOCK_EX)\n"
+        f"print('held', flush=True); time.sleep({seconds})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        yield process
+
+
 def test_another_process_is_waited_for(checkpoint: Any, settings: Any) -> None:
     with rounding(checkpoint, settings) as rounded:
         folder = rounded.swept.files[0].parent
-    holder = (
-        "import sys, time; from pathlib import Path; from attar.progress import SILENT\n"
-        "from attar.quantization.mixed_precision.rounded_options import locked\n"
-        "with locked(Path(sys.argv[1]), SILENT):\n    print('held', flush=True); time.sleep(2)"
-    )
     lines: list[str] = []
 
     class Kept(Silent):
         def log(self, line: str) -> None:
             lines.append(line)
 
-    with subprocess.Popen([sys.executable, "-c", holder, str(folder)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"held\n"
-        with rounded_options.locked(folder, Kept()):
-            assert process.wait(10) == 0
+    with holding(folder, seconds=0.5) as process, rounded_options.locked(folder, Kept()):
+        assert process.wait(10) == 0
     assert len(lines) == 1 and "waiting for another process" in lines[0]
 
 
@@ -170,13 +178,7 @@ def test_the_codes_used_last_are_kept(
         folders.append(rounded.swept.files[0].parent)
     assert set((tmp_path / "cache").glob("*/rounded-*")) == {folders[0], folders[-1]}
     monkeypatch.setattr(rounded_options, "KEPT", 0)
-    holder = (
-        "import sys, time; from pathlib import Path; from attar.progress import SILENT\n"
-        "from attar.quantization.mixed_precision.rounded_options import locked\n"
-        "with locked(Path(sys.argv[1]), SILENT):\n    print('held', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", holder, str(folders[0])], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    with holding(folders[0], seconds=60) as process:
         with rounding(checkpoint, replace(settings, data=texts[2])):
             pass
         process.kill()
