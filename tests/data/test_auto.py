@@ -66,6 +66,10 @@ def test_the_choice_is_reported_and_the_wrong_kind_is_warned_of(tmp_path):
     assert fit(prune_settings(data="python-stdlib"), prose, messages).data == "python-stdlib"
     assert [line.split()[0] for line in messages.lines] == ["text:", "warning:"]
     assert "python-docs, because" in messages.lines[0] and "python-docs fits better" in messages.lines[1]
+    assert "magpie" not in messages.lines[0], "an encoder writes nothing"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert fit(prune_settings(), prose, messages).data == "python-docs-chat"
+    assert "attar collect magpie" in messages.lines[-1]
 
 
 def test_a_recipe_fits_its_text_to_its_model_before_any_key_is_made():

@@ -36,7 +36,7 @@ def fit(settings: T, checkpoint: Checkpoint, progress: Progress = SILENT) -> T:
     original: Any = settings
     name, reason = fitting(checkpoint)
     if original.data == AUTO:
-        advice = "" if name == CODE else "; attar collect magpie writes the model's own"
+        advice = "; attar collect magpie writes the model's own" if name == CHAT else ""
         progress.log(f"text: {name}, because {reason} (--data names another{advice})")
         fitted: T = replace(original, data=name)
         return fitted

@@ -183,6 +183,7 @@ def test_the_codes_used_last_are_kept(
             pass
         process.kill()
     assert set((tmp_path / "cache").glob("*/rounded-*")) == {folders[0]}, "another process works with it"
+    assert rounded_options._used(tmp_path / "forgotten by another process") == 0.0
 
 
 def test_a_damaged_file_is_refused(checkpoint: Any, settings: Any, tmp_path: Path) -> None:

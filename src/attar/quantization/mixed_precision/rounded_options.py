@@ -15,7 +15,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,8 @@ def _forget(cache: Path, most: int) -> None:
     another process keeps those that it works with."""
     total = 0
     for work in sorted(cache.glob("rounded-*"), key=_used, reverse=True):
-        total += sum(file.stat().st_size for file in work.glob("block-*.safetensors"))
+        with suppress(FileNotFoundError):  # another process forgets too
+            total += sum(file.stat().st_size for file in work.glob("block-*.safetensors"))
         if total > most:
             with open_own(_lock_of(work)) as lock:
                 if try_lock(lock.fileno()):
@@ -172,8 +173,11 @@ def _forget(cache: Path, most: int) -> None:
 
 
 def _used(work: Path) -> float:
-    finished = work / "finished.json"
-    return (finished if finished.exists() else work).stat().st_mtime
+    """When the codes were used last; of a killed sweep, when it began its last block."""
+    for path in (work / "finished.json", work):
+        with suppress(FileNotFoundError):
+            return path.stat().st_mtime
+    return 0.0
 
 
 def _lock_of(work: Path) -> Path:
