@@ -103,6 +103,18 @@ def test_a_model_asks_and_answers_itself_and_a_killed_run_ends_in_the_same_bytes
     assert out.read_bytes() == plain.read_bytes()
 
 
+def test_the_answer_is_to_the_question_that_was_written(tmp_path, chatty):
+    greedy = {**OPTIONS, "samples": 1, "temperature": 0.0}
+    attar.collect("magpie", tmp_path / "own.jsonl", teacher=chatty, **greedy)
+    (own,) = rows_of(tmp_path / "own.jsonl")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": own["messages"][:1]}))
+    attar.collect(prompts, tmp_path / "asked.jsonl", teacher=chatty, **greedy)
+    (asked,) = rows_of(tmp_path / "asked.jsonl")
+    assert own["messages"] == asked["messages"]
+    assert own["usage"] == asked["usage"]
+
+
 def test_its_text_calibrates_it(tmp_path, chatty):
     own = tmp_path / "own.jsonl"
     attar.collect("magpie", own, teacher=chatty, **{**OPTIONS, "samples": 120})
