@@ -2,7 +2,8 @@
 
 A student learns in stages, each from where the one before ended, so that every point of the curve is a
 finished training (the learning rate has come down), and all text counts. The teacher's predictions, stored
-once for each row, are the same for all students.
+once for each row, are the same for all students. With ``prune=alps;sparsity=0.5`` the student is the teacher
+with zeros, which stay. With ``--then W8A16 W4A16:64`` every point is rounded, too.
 
 The curve is kept(n) = a + b n^-c, n tokens learned from: a and b by least squares for each c of a grid; a is
 what endless text would bring, if the curve holds that far, which few points far from it cannot show. All
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ from attar.measure.reference import Reference, make_reference
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import load_subject
 from attar.progress import Terminal
+from attar.pruning.settings import prune_settings
+from attar.pruning.stage import prune
+from attar.quantization.settings import quantize_settings
+from attar.quantization.stage import quantize
 
 STUDENTS = ("keep_layers=0.5;layer_map=influence",)
 TRAINING: dict[str, Any] = {
@@ -51,6 +56,9 @@ TRAINING: dict[str, Any] = {
     "device": "cpu",
 }
 SHAPE = frozenset(option.name for option in fields(StudentSettings))  # settings of the first stage alone
+ZEROS = frozenset(("prune", "sparsity"))  # the first stage is a pruning
+SCORED = {"samples": 64, "sequence_length": 256}  # rows that a pruning reads
+EMBEDDING_BITS = 8  # of what is rounded
 FARTHER = 10  # times the text, that the curve is asked for
 _TITLE = re.compile(r"(?m)^ = [^=].*[^=] = $")
 
@@ -84,9 +92,12 @@ class RealTeacher:
     def data(self) -> str:
         """The text to learn from; of WikiText an article a line, so that stages read them in orders of their
         own."""
-        path = Path(self.args.data)
+        return " + ".join(map(self._articles, self.args.data.split(" + ")))
+
+    def _articles(self, source: str) -> str:
+        path = Path(source)
         if not path.is_file() or path.suffix != ".txt":
-            return str(self.args.data)
+            return source
         text, file = path.read_text(), self.args.work / f"{path.stem}.jsonl"
         starts = [0, *(match.start() for match in _TITLE.finditer(text)), len(text)]
         articles = [text[start:end] for start, end in pairwise(starts)]
@@ -94,17 +105,21 @@ class RealTeacher:
         file.write_text("\n".join(lines) + "\n")
         return str(file)
 
-    def key(self, student: str, seen: Sequence[int]) -> str:
+    def key(self, student: str, seen: Sequence[int], then: str = "") -> str:
         """Everything that decides a cell."""
         common = {name: getattr(self.args, name) for name in ("data", "test", "tokens", "length")}
         model = quality.digest_of(self.checkpoint)
         key = {"part": "real", "model": model, **common, "seed": self.args.seeds[0]}
-        return json.dumps({**key, "student": student, "seen": list(seen)}, sort_keys=True)
+        rounded = {"then": then} if then else {}
+        return json.dumps({**key, "student": student, "seen": list(seen), **rounded}, sort_keys=True)
 
     def measure(self, folder: Path) -> dict[str, Any]:
         """Perplexity, KL to the teacher and accuracy kept."""
-        result = measure_quality(load_subject(open_checkpoint(folder)), self.settings, self.reference)
+        checkpoint = open_checkpoint(folder)
+        result = measure_quality(load_subject(checkpoint), self.settings, self.reference)
         return {
+            "parameters": elements(checkpoint),
+            "bytes": checkpoint.nbytes,
             "perplexity": result.perplexity,
             "kl": result.kl_mean,
             "accuracy": result.accuracy,
@@ -122,26 +137,50 @@ def real(args: argparse.Namespace) -> str:
 
 
 def curve_of(teacher: RealTeacher, student: str) -> list[tuple[int, dict[str, Any]]]:
-    """The stages of a student, run where they are not done: tokens learned from, and the cell."""
+    """The stages of a student, run where they are not done, and each rounded: tokens learned from, and the
+    cell."""
     args, start = teacher.args, None
     points: list[tuple[int, dict[str, Any]]] = []
     for stage, seen in enumerate(args.seen):
-        key = teacher.key(student, args.seen[: stage + 1])
         out = args.work / f"{re.sub('[^a-z0-9]+', '-', student)}-{seen}"
-        if key not in teacher.cells:
-            if args.cached:
-                break
-            tokens = seen - (args.seen[stage - 1] if stage else 0)
-            try:
-                row = train(teacher, student, start, out, stage=stage, tokens=tokens)
-            except AttarError as error:
-                raise SystemExit(f"{student}, {seen:,} tokens: {error}") from None
-            teacher.cells[key] = row
-            quality.append_row(args.work / "distill.jsonl", {"key": json.loads(key), "found": row})
-            print(f"{student}, {seen:,} tokens: {row}", file=sys.stderr, flush=True)
-        points.append((seen, teacher.cells[key]))
+        tokens = seen - (args.seen[stage - 1] if stage else 0)
+        works = {"": partial(train, teacher, student, start, out, stage=stage, tokens=tokens)}
+        works |= {scheme: partial(rounded, teacher, out, scheme) for scheme in args.then}
+        for then, work in works.items():
+            key = teacher.key(student, args.seen[: stage + 1], then)
+            if key not in teacher.cells:
+                if args.cached:
+                    return points
+                try:
+                    row = work()
+                except AttarError as error:
+                    raise SystemExit(f"{student}, {seen:,} tokens: {error}") from None
+                teacher.cells[key] = row | {"then": then}
+                quality.append_row(
+                    args.work / "distill.jsonl", {"key": json.loads(key), "found": teacher.cells[key]}
+                )
+                print(f"{student}, {seen:,} tokens {then}: {row}", file=sys.stderr, flush=True)
+            points.append((seen, teacher.cells[key]))
         start = out
     return points
+
+
+def rounded(teacher: RealTeacher, source: Path, scheme: str) -> dict[str, Any]:
+    """What a point keeps in few bits: 4 and fewer by GPTQ, more to nearest."""
+    name, _, group = scheme.partition(":")
+    method = "gptq" if int(name[1]) <= 4 else "rtn"
+    settings = quantize_settings(
+        scheme=name,
+        group_size=int(group or 0),
+        method=method,
+        embedding_bits=EMBEDDING_BITS,
+        data=teacher.args.data,
+    )
+    out = source.with_name(f"{source.name}-{name}")
+    began = time.monotonic()
+    quantize(source, out, settings, progress=Terminal(), force=True)
+    seconds = time.monotonic() - began
+    return {"seconds": seconds, **teacher.measure(out)}
 
 
 def train(
@@ -149,21 +188,26 @@ def train(
 ) -> dict[str, Any]:
     """One stage, and what its student keeps."""
     args = teacher.args
-    options = {**TRAINING, "steps": tokens // (TRAINING["batch_size"] * args.length)}
-    options |= {"sequence_length": args.length, "seed": args.seeds[0] + stage, "data": teacher.data}
+    options = TRAINING | {"sequence_length": args.length, "seed": args.seeds[0] + stage, "data": teacher.data}
     asked = typed(dict(option.split("=") for option in student.split(";")))
     shape = {name: value for name, value in asked.items() if name in SHAPE}
-    options |= {name: value for name, value in asked.items() if name not in SHAPE}
+    options |= {name: value for name, value in asked.items() if name not in SHAPE | ZEROS}
+    options["steps"] = tokens // (options["batch_size"] * args.length)
     if "features" in asked:
         del options["teacher_top"]  # intermediates are not kept
     common: dict[str, Any] = {"signal": args.work / "signal", "progress": Terminal(), "force": True}
     began = time.monotonic()
+    if start is None and "prune" in asked:
+        zeros = {"method": asked["prune"], "sparsity": asked["sparsity"], "data": args.data, **SCORED}
+        start = args.work / f"{asked['prune']}-{asked['sparsity']}".replace(":", "-")
+        if not start.exists():
+            prune(teacher.checkpoint, start, prune_settings(**zeros), progress=Terminal())
     if start is None:
         distill(teacher.checkpoint, out, distill_settings(**options, **shape), **common)
     else:
         recover(start, out, recover_settings(**options), teacher=teacher.checkpoint, **common)
     seconds = time.monotonic() - began
-    return {"parameters": elements(open_checkpoint(out)), "seconds": seconds, **teacher.measure(out)}
+    return {"seconds": seconds, **teacher.measure(out)}
 
 
 def typed(options: dict[str, str]) -> dict[str, Any]:
@@ -184,13 +228,18 @@ def elements(checkpoint: Checkpoint) -> int:
 
 def student_table(teacher: RealTeacher, student: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> str:
     """The student after each number of tokens, and where its curve leads."""
-    head = ["tokens", "perplexity", "KL, nats", "accuracy", "accuracy kept", "s"]
+    head = ["tokens", "MB", "perplexity", "KL, nats", "accuracy", "accuracy kept", "s"]
     forms = {"perplexity": ".2f", "kl": ".3f", "accuracy": ".1%", "kept": ".1%", "seconds": ".0f"}
-    cells = [[f"{seen:,}", *(number(row[name], form) for name, form in forms.items())] for seen, row in rows]
+    cells = []
+    for seen, row in rows:
+        name = f"{seen:,}, then {row['then']}" if row["then"] else f"{seen:,}"
+        numbers = (number(row[name], form) for name, form in forms.items())
+        cells.append([name, f"{row['bytes'] / 1e6:.1f}", *numbers])
     share = ""
     if rows:
         share = f", {rows[0][1]['parameters'] / elements(teacher.checkpoint):.1%} of the parameters"
     parts = [f"### {teacher.checkpoint.name} -> {student}{share}", markdown(head, cells)]
+    rows = [(seen, row) for seen, row in rows if not row["then"]]
     if len(rows) > 3:
         a, b, c = power_curve([seen for seen, _ in rows], [row["kept"] for _, row in rows])
         far = FARTHER * rows[-1][0]

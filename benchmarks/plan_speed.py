@@ -35,6 +35,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="attar:tiny")
+    parser.add_argument("--data", default="auto", help="text of calibration")
     parser.add_argument("--sizes", nargs="+", default=["3.2MB", "4MB", "6MB"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS") or 0))
@@ -58,8 +59,9 @@ def row(size: str, batch: int, options: argparse.Namespace) -> tuple[str, ...]:
     """A plan, and how fast its model decodes."""
     path = options.out / f"{size}-{batch}.yaml"
     plan = attar.plan(
-        options.model, path, size=size, speed="decode>=0.001", batch=batch, method="rtn", progress=False
-    )
+        options.model, path, size=size, speed="decode>=0.001", batch=batch, method="rtn", data=options.data,
+        progress=False,
+    )  # fmt: skip
     few = ("evaluate.tokens=64", "evaluate.speed=false", "evaluate.answers=0")
     run = attar.run(path, path.with_suffix(""), overrides=list(few), progress=False)
     llm = LLM(run.path / run.content["stages"][-1]["path"])
