@@ -58,7 +58,9 @@ def arguments() -> argparse.ArgumentParser:
         default=[2**doubling for doubling in range(14, 21)],
         help="of real: tokens learned from, ascending; each stage goes on from the one before",
     )
-    parser.add_argument("--then", nargs="*", default=[], help="of real: schemes that points are rounded to")
+    parser.add_argument(
+        "--then", nargs="*", default=[], help="of real: schemes that the last point is rounded to"
+    )
     parser.add_argument("--work", type=Path, default=WORK, help="folder of students and finished cells; kept")
     parser.add_argument("--cached", action="store_true", help="print what is done, and run nothing")
     parser.add_argument("--again", nargs="*", default=[], metavar="METHOD")

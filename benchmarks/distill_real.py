@@ -3,7 +3,7 @@
 A student learns in stages, each from where the one before ended, so that every point of the curve is a
 finished training (the learning rate has come down), and all text counts. The teacher's predictions, stored
 once for each row, are the same for all students. With ``prune=alps;sparsity=0.5`` the student is the teacher
-with zeros, which stay. With ``--then W8A16 W4A16:64`` every point is rounded, too.
+with zeros, which stay. With ``--then W8A16 W4A16:64`` the last point is rounded, too.
 
 The curve is kept(n) = a + b n^-c, n tokens learned from: a and b by least squares for each c of a grid; a is
 what endless text would bring, if the curve holds that far, which few points far from it cannot show. All
@@ -137,15 +137,16 @@ def real(args: argparse.Namespace) -> str:
 
 
 def curve_of(teacher: RealTeacher, student: str) -> list[tuple[int, dict[str, Any]]]:
-    """The stages of a student, run where they are not done, and each rounded: tokens learned from, and the
-    cell."""
+    """The stages of a student, run where they are not done, and the last rounded: tokens learned from, and
+    the cell."""
     args, start = teacher.args, None
     points: list[tuple[int, dict[str, Any]]] = []
     for stage, seen in enumerate(args.seen):
         out = args.work / f"{re.sub('[^a-z0-9]+', '-', student)}-{seen}"
         tokens = seen - (args.seen[stage - 1] if stage else 0)
         works = {"": partial(train, teacher, student, start, out, stage=stage, tokens=tokens)}
-        works |= {scheme: partial(rounded, teacher, out, scheme) for scheme in args.then}
+        if seen == args.seen[-1]:
+            works |= {scheme: partial(rounded, teacher, out, scheme) for scheme in args.then}
         for then, work in works.items():
             key = teacher.key(student, args.seen[: stage + 1], then)
             if key not in teacher.cells:
