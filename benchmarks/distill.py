@@ -59,7 +59,10 @@ def arguments() -> argparse.ArgumentParser:
         help="of real: tokens learned from, ascending; each stage goes on from the one before",
     )
     parser.add_argument(
-        "--then", nargs="*", default=[], help="of real: schemes that the last point is rounded to"
+        "--then",
+        nargs="*",
+        default=[],
+        help="of real: options of attar quantize that the last point is rounded with, name=value;name=value",
     )
     parser.add_argument("--work", type=Path, default=WORK, help="folder of students and finished cells; kept")
     parser.add_argument("--cached", action="store_true", help="print what is done, and run nothing")

@@ -13,6 +13,7 @@ text beyond the data's own length is text seen again.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import re
@@ -58,9 +59,23 @@ TRAINING: dict[str, Any] = {
 SHAPE = frozenset(option.name for option in fields(StudentSettings))  # settings of the first stage alone
 ZEROS = frozenset(("prune", "sparsity"))  # the first stage is a pruning
 SCORED = {"samples": 64, "sequence_length": 256}  # rows that a pruning reads
-EMBEDDING_BITS = 8  # of what is rounded
 FARTHER = 10  # times the text, that the curve is asked for
 _TITLE = re.compile(r"(?m)^ = [^=].*[^=] = $")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a curve.
+
+    Attributes:
+        tokens: learned from.
+        then: options of the rounding after it; empty: none.
+        row: what was measured.
+    """
+
+    tokens: int
+    then: str
+    row: dict[str, Any]
 
 
 @dataclass
@@ -92,12 +107,9 @@ class RealTeacher:
     def data(self) -> str:
         """The text to learn from; of WikiText an article a line, so that stages read them in orders of their
         own."""
-        return " + ".join(map(self._articles, self.args.data.split(" + ")))
-
-    def _articles(self, source: str) -> str:
-        path = Path(source)
+        path = Path(self.args.data)
         if not path.is_file() or path.suffix != ".txt":
-            return source
+            return str(self.args.data)
         text, file = path.read_text(), self.args.work / f"{path.stem}.jsonl"
         starts = [0, *(match.start() for match in _TITLE.finditer(text)), len(text)]
         articles = [text[start:end] for start, end in pairwise(starts)]
@@ -136,17 +148,17 @@ def real(args: argparse.Namespace) -> str:
     )
 
 
-def curve_of(teacher: RealTeacher, student: str) -> list[tuple[int, dict[str, Any]]]:
-    """The stages of a student, run where they are not done, and the last rounded: tokens learned from, and
-    the cell."""
+def curve_of(teacher: RealTeacher, student: str) -> list[Point]:
+    """The stages of a student, run where they are not done, and the last rounded: what each is, and its
+    cell."""
     args, start = teacher.args, None
-    points: list[tuple[int, dict[str, Any]]] = []
+    points: list[Point] = []
     for stage, seen in enumerate(args.seen):
-        out = args.work / f"{re.sub('[^a-z0-9]+', '-', student)}-{seen}"
+        out = args.work / f"{file_name(student)}-{seen}"
         tokens = seen - (args.seen[stage - 1] if stage else 0)
         works = {"": partial(train, teacher, student, start, out, stage=stage, tokens=tokens)}
         if seen == args.seen[-1]:
-            works |= {scheme: partial(rounded, teacher, out, scheme) for scheme in args.then}
+            works |= {then: partial(rounded, teacher, out, then) for then in args.then}
         for then, work in works.items():
             key = teacher.key(student, args.seen[: stage + 1], then)
             if key not in teacher.cells:
@@ -156,28 +168,18 @@ def curve_of(teacher: RealTeacher, student: str) -> list[tuple[int, dict[str, An
                     row = work()
                 except AttarError as error:
                     raise SystemExit(f"{student}, {seen:,} tokens: {error}") from None
-                teacher.cells[key] = row | {"then": then}
-                quality.append_row(
-                    args.work / "distill.jsonl", {"key": json.loads(key), "found": teacher.cells[key]}
-                )
+                teacher.cells[key] = row
+                quality.append_row(args.work / "distill.jsonl", {"key": json.loads(key), "found": row})
                 print(f"{student}, {seen:,} tokens {then}: {row}", file=sys.stderr, flush=True)
-            points.append((seen, teacher.cells[key]))
+            points.append(Point(seen, then, teacher.cells[key]))
         start = out
     return points
 
 
-def rounded(teacher: RealTeacher, source: Path, scheme: str) -> dict[str, Any]:
-    """What a point keeps in few bits: 4 and fewer by GPTQ, more to nearest."""
-    name, _, group = scheme.partition(":")
-    method = "gptq" if int(name[1]) <= 4 else "rtn"
-    settings = quantize_settings(
-        scheme=name,
-        group_size=int(group or 0),
-        method=method,
-        embedding_bits=EMBEDDING_BITS,
-        data=teacher.args.data,
-    )
-    out = source.with_name(f"{source.name}-{name}")
+def rounded(teacher: RealTeacher, source: Path, then: str) -> dict[str, Any]:
+    """What a point keeps in few bits."""
+    settings = quantize_settings(data=teacher.args.data, **options_of(then))
+    out = source.with_name(f"{source.name}-{file_name(then)}")
     began = time.monotonic()
     quantize(source, out, settings, progress=Terminal(), force=True)
     seconds = time.monotonic() - began
@@ -189,18 +191,16 @@ def train(
 ) -> dict[str, Any]:
     """One stage, and what its student keeps."""
     args = teacher.args
-    options = TRAINING | {"sequence_length": args.length, "seed": args.seeds[0] + stage, "data": teacher.data}
-    asked = typed(dict(option.split("=") for option in student.split(";")))
+    asked = options_of(student)
     shape = {name: value for name, value in asked.items() if name in SHAPE}
-    options |= {name: value for name, value in asked.items() if name not in SHAPE | ZEROS}
-    options["steps"] = tokens // (options["batch_size"] * args.length)
-    if "features" in asked:
-        del options["teacher_top"]  # intermediates are not kept
+    options = training_of(asked, tokens=tokens, length=args.length)
+    options |= {"seed": args.seeds[0] + stage, "data": teacher.data}
     common: dict[str, Any] = {"signal": args.work / "signal", "progress": Terminal(), "force": True}
     began = time.monotonic()
     if start is None and "prune" in asked:
         zeros = {"method": asked["prune"], "sparsity": asked["sparsity"], "data": args.data, **SCORED}
-        start = args.work / f"{asked['prune']}-{asked['sparsity']}".replace(":", "-")
+        made_of = json.dumps([quality.digest_of(teacher.checkpoint), zeros], sort_keys=True)
+        start = args.work / f"zeros-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
         if not start.exists():
             prune(teacher.checkpoint, start, prune_settings(**zeros), progress=Terminal())
     if start is None:
@@ -209,6 +209,24 @@ def train(
         recover(start, out, recover_settings(**options), teacher=teacher.checkpoint, **common)
     seconds = time.monotonic() - began
     return {"seconds": seconds, **teacher.measure(out)}
+
+
+def training_of(asked: dict[str, Any], *, tokens: int, length: int) -> dict[str, Any]:
+    """Settings of a stage that learns from so many tokens: :data:`TRAINING`, and what a method asks for."""
+    options = TRAINING | {name: value for name, value in asked.items() if name not in SHAPE | ZEROS}
+    if "features" in asked:
+        del options["teacher_top"]  # intermediates are not kept
+    return options | {"sequence_length": length, "steps": tokens // (options["batch_size"] * length)}
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """The options of ``name=value;name=value``."""
+    return typed(dict(option.split("=", 1) for option in text.split(";")))
+
+
+def file_name(text: str) -> str:
+    """Options as the name of a folder."""
+    return re.sub("[^a-z0-9.]+", "-", text.lower())
 
 
 def typed(options: dict[str, str]) -> dict[str, Any]:
@@ -227,23 +245,25 @@ def elements(checkpoint: Checkpoint) -> int:
     return sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
 
 
-def student_table(teacher: RealTeacher, student: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> str:
+def student_table(teacher: RealTeacher, student: str, points: Sequence[Point]) -> str:
     """The student after each number of tokens, and where its curve leads."""
     head = ["tokens", "MB", "perplexity", "KL, nats", "accuracy", "accuracy kept", "s"]
     forms = {"perplexity": ".2f", "kl": ".3f", "accuracy": ".1%", "kept": ".1%", "seconds": ".0f"}
     cells = []
-    for seen, row in rows:
-        name = f"{seen:,}, then {row['then']}" if row["then"] else f"{seen:,}"
-        numbers = (number(row[name], form) for name, form in forms.items())
-        cells.append([name, f"{row['bytes'] / 1e6:.1f}", *numbers])
+    for point in points:
+        row, then = point.row, f", then {point.then}" if point.then else ""
+        size = f"{row['bytes'] / 1e6:.1f}" if "bytes" in row else "-"
+        cells.append(
+            [f"{point.tokens:,}{then}", size, *(number(row[name], form) for name, form in forms.items())]
+        )
     share = ""
-    if rows:
-        share = f", {rows[0][1]['parameters'] / elements(teacher.checkpoint):.1%} of the parameters"
+    if points:
+        share = f", {points[0].row['parameters'] / elements(teacher.checkpoint):.1%} of the parameters"
     parts = [f"### {teacher.checkpoint.name} -> {student}{share}", markdown(head, cells)]
-    rows = [(seen, row) for seen, row in rows if not row["then"]]
-    if len(rows) > 3:
-        a, b, c = power_curve([seen for seen, _ in rows], [row["kept"] for _, row in rows])
-        far = FARTHER * rows[-1][0]
+    trained = [point for point in points if not point.then]
+    if len(trained) > 3:
+        a, b, c = power_curve([point.tokens for point in trained], [point.row["kept"] for point in trained])
+        far = FARTHER * trained[-1].tokens
         parts.append(f"kept(n) = {a:.3f} {b:+.3g} n^-{c:.2f}: at {far:,} tokens {a + b * far**-c:.1%}")
     return "\n\n".join(parts)
 

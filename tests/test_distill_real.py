@@ -36,6 +36,22 @@ def test_wikitext_is_read_an_article_a_line(tmp_path):
     assert "".join(rows) == text[2:]
 
 
+@pytest.mark.parametrize(("batch", "steps"), [("", 16), ("batch_size=2", 64)])
+def test_steps_follow_the_batch_that_a_method_asks_for(batch, steps):
+    asked = distill_real.options_of(";".join(filter(None, ("keep_layers=0.5", batch))))
+    training = distill_real.training_of(asked, tokens=32768, length=256)
+    assert training["steps"] == steps and "keep_layers" not in training
+
+
+def test_points_of_an_older_cache_have_a_row():
+    found = {"parameters": 10, "perplexity": 8.0, "kl": 0.5, "accuracy": 0.4, "kept": 0.9, "seconds": 3.0}
+    checkpoint = Namespace(name="teacher", tensors={"a": Namespace(shape=(20,))})
+    teacher = distill_real.RealTeacher(Namespace(), checkpoint, {})
+    points = [distill_real.Point(512, "", found), distill_real.Point(512, "scheme=W8A16", found)]
+    text = distill_real.student_table(teacher, "keep_layers=0.5", points)
+    assert "| 512 | - | 8.00" in text and "| 512, then scheme=W8A16 | - |" in text
+
+
 def test_options_of_a_student():
     assert distill_real.typed({"layers": "15", "keep_layers": "0.5", "layer_map": "0,1"}) == {
         "layers": 15,
