@@ -124,7 +124,7 @@ def theirs(arguments: argparse.Namespace, file: Path, port: int) -> list[Any]:
     cells = arguments.kv_tokens if arguments.unified else arguments.slots * SLOT_TOKENS
     given = ["-t", threads, "-tb", threads, "-c", str(cells), "-np", str(arguments.slots), *pool]
     given += ["--no-repack"] if arguments.no_repack else []
-    return [environments.server(), "-m", file, "--port", str(port), *given]
+    return [environments.program("llama-server"), "-m", file, "--port", str(port), *given]
 
 
 def free_port() -> int:

@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from llama_server import build as build_server
+from llama_programs import FOLDERS as PROGRAMS
+from llama_programs import build as build_program
 
 TORCH = "torch==2.13.0"
-SERVER = "llama-server"  # a program, compiled from what llama-cpp comes with
 WHEELS = {"vllm-wheel": "vllm==0.33.0", "sglang-wheel": "sglang==0.5.23"}
 
 
@@ -84,17 +84,20 @@ def python(name: str) -> Path:
     return interpreter
 
 
-def server() -> Path:
-    """llama.cpp's own server as a program, which is built if it is missing.
+def program(name: str) -> Path:
+    """One of llama.cpp's own programs, which is built if it is missing.
+
+    Args:
+        name: of :data:`PROGRAMS`, compiled from what the environment ``llama-cpp`` comes with.
 
     Raises:
         SystemExit: it cannot be built; says where the log is.
     """
-    executable = folder() / SERVER / SERVER
+    executable = folder() / name / name
     interpreter = python("llama-cpp")
     if executable.exists():
         return executable
-    return build_server(executable.parent, interpreter, version("llama-cpp") or "")
+    return build_program(executable.parent, interpreter, version("llama-cpp") or "")
 
 
 def wheel_files(name: str) -> Path:
@@ -152,14 +155,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=[*PEERS, SERVER, *WHEELS], metavar="NAME")
+    parser.add_argument("names", nargs="*", default=[*PEERS, *PROGRAMS, *WHEELS], metavar="NAME")
     for name in parser.parse_args().names:
-        if name == SERVER:
-            print(f"{name:<16}{server()}")
+        if name in PROGRAMS:
+            print(f"{name:<20}{program(name)}")
         elif name in WHEELS:
-            print(f"{name:<16}{wheel_files(name)}")
+            print(f"{name:<20}{wheel_files(name)}")
         else:
-            print(f"{name:<16}{version(name) if python(name) else ''}")
+            print(f"{name:<20}{version(name) if python(name) else ''}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,9 +24,12 @@ from attar.planner import cuts
 from attar.planner import losses as losses_module
 from attar.planner import plan as plan_module
 from attar.planner.costs import (
+    CARD_FORMATS,
     EMBEDDING,
     HEAD,
+    STEP_FORMATS,
     GroupProduct,
+    kernel_shapes,
     layer_groups,
     main_scheme,
     schemes_of,
@@ -320,6 +324,34 @@ def test_a_machine_of_other_shapes_is_refused_before_any_work(
     ) as error:
         attar.plan(model, speed="decode>=1", hardware=str(tmp_path / "times.yaml"), **options)
     assert error.value.hint == "attar bench MODEL --kernels --batch 1 on that machine"
+
+
+@pytest.mark.parametrize("formats", [STEP_FORMATS, CARD_FORMATS], ids=["processor", "card"])
+def test_a_speed_of_another_machine_is_its_products_and_the_rest_of_a_step(
+    formats: dict[str, str], model: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A card has a kernel for each width, and other formats' names."""
+    checkpoint = open_checkpoint(model)
+    fused = products_of(checkpoint, layer_groups(checkpoint))
+    products = [product for members in fused.values() for product in members]
+    slow = {kind: 1.0 + n for n, kind in enumerate(sorted(set(formats.values())))}
+    seconds = {
+        shape: 1e-9 * shape.rows * shape.columns * slow[shape.format]
+        for shape in kernel_shapes(products, 2, formats)
+    }
+    path = tmp_path / "times.yaml"
+    KernelTimes("another machine", 0, seconds, overhead={2: 0.5}).write(path)
+    plan = attar.plan(model, size="1GB", speed="decode>=0.1", hardware=str(path), batch=2, **options)
+    row = next(row for row in plan.uniform if row.name == "W3A16")
+    weights = {group: sum(p.rows * p.columns for p in members) for group, members in fused.items()}
+    step = 0.5 + math.fsum(
+        1e-9 * weights[group] * slow[formats["dense" if group == EMBEDDING else "W3A16"]] for group in fused
+    )
+    assert row.decode_tokens_per_s == pytest.approx(2 / step)
+    if formats is CARD_FORMATS:
+        with pytest.raises(CheckpointError, match="has no time of") as error:
+            attar.plan(model, speed="decode>=0.1", hardware=str(path), batch=3, **options)
+        assert error.value.hint == "attar bench MODEL --kernels --device cuda --batch 3 on that machine"
 
 
 def test_a_quantized_model_is_refused(model: Path, options: dict[str, Any], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from attar.kernels.product import default_activation_bits, default_threads
 from attar.models.anatomy.parts import matches
 from attar.planner.additivity import corrected_losses, fitted, pair_sum
 from attar.planner.correction import PRIORS, WITHIN, Z90, predicted_kl
-from attar.planner.costs import EMBEDDING, HEAD, GroupProduct, StepTimes, patterns_of
+from attar.planner.costs import EMBEDDING, HEAD, GroupProduct, StepTimes, group_seconds, patterns_of
 from attar.planner.settings import PlanSettings
 from attar.planner.solve import PlanPoint
 from attar.quantization.mixed_precision.allocate import Option
@@ -166,6 +166,10 @@ def test_overrides_name_each_module_once() -> None:
         ({"speed": "40"}, "speed is '40', but must be a bound such as decode>=40"),
         ({"context": "long"}, "context is 'long', but must be a number of tokens"),
         ({"batch": 0}, "batch is 0, but must be at least 1"),
+        (
+            {"engine": "llama.cpp", "speed": "decode>=40", "hardware": "times.yaml"},
+            "hardware is 'times.yaml', but must be this with llama.cpp",
+        ),
         ({"engine": "vllm", "speed": "decode>=40"}, "speed is 'decode>=40', but must be empty with vllm"),
         ({"check": -1}, "check is -1"),
         ({"hardware": "times.yaml"}, "hardware is 'times.yaml', but must be this without speed"),
@@ -186,7 +190,8 @@ def test_sizes_of_settings() -> None:
 
 
 def test_a_table_of_kernels_is_read_as_it_was_written(tmp_path: Path) -> None:
-    table = KernelTimes("some processor", 2, {KernelShape("int4", 64, 32, 1): 1.5e-6}, bits=8)
+    seconds = {KernelShape("int4", 64, 32, 1): 1.5e-6}
+    table = KernelTimes("some processor", 2, seconds, bits=8, overhead={1: 2e-4, 4: 3e-4})
     table.write(tmp_path / "t.yaml")
     assert read_times(tmp_path / "t.yaml") == table
     assert table.missing([KernelShape("int4", 64, 32, 1), KernelShape("bf16", 64, 32, 1)]) == [
@@ -208,10 +213,9 @@ def test_products_are_timed_with_the_inputs_that_the_step_rounds_them_to(
 
 def test_an_int8_embedding_is_an_int8_head() -> None:
     head = GroupProduct(64, 32)
-    table = KernelTimes(
-        "here", 1, {KernelShape(kind, 64, 32, 1): s for kind, s in (("bf16", 2.0), ("int8", 1.0))}
-    )
-    tied, apart = (StepTimes(table, {group: [head]}, 0.5, 1) for group in (EMBEDDING, HEAD))
+    kinds = (("bf16", 2.0), ("int8", 1.0), ("int4", 9.0))
+    table = KernelTimes("here", 1, {KernelShape(kind, 64, 32, 1): s for kind, s in kinds})
+    tied, apart = (StepTimes(group_seconds(table, {group: [head]}, 1), 0.5) for group in (EMBEDDING, HEAD))
     assert (tied.seconds({EMBEDDING: "int8"}), tied.seconds({EMBEDDING: "dense"}), tied.seconds({})) == (
         1.5,
         2.5,
@@ -226,6 +230,9 @@ def test_an_int8_embedding_is_an_int8_head() -> None:
         "[]",
         "kernels: 3\nthreads: 1",
         "kernels: []\nthreads: 1\nbits: 4",
+        "kernels: []\nthreads: 1\noverhead: 3",
+        "kernels: []\nthreads: 1\noverhead: [{tokens: 1, seconds: -1.0}]",
+        "kernels: []\nthreads: 1\noverhead: [{tokens: one, seconds: 1.0}]",
         "threads: 1\nkernels: [{format: int4}]",
         "threads: 1\nkernels: [{format: int5, rows: 1, columns: 1, tokens: 1, seconds: 1.0}]",
         "threads: 1\nkernels: [{format: int4, rows: 1, columns: 1, tokens: 1, seconds: -1.0}]",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attar.planner.costs import GroupProduct, StepTimes
+from attar.planner.costs import GroupProduct, StepTimes, group_seconds
 from attar.planner.losses import JointLoss
 from attar.planner.plan import PlanBranch, _Planner
 from attar.planner.settings import NOISE, PlanSettings
@@ -56,7 +56,7 @@ def step_times() -> StepTimes:
         for kind, slow in (("int4", 2.0), ("int8", 1.0), ("bf16", 4.0)):  # fewer bits are slower here
             table.seconds[KernelShape(kind, rows, columns, 1)] = slow * rows
     fused = {group: [GroupProduct(*shape)] for group, shape in products.items()}
-    return StepTimes(table, fused, 3.0, 1)
+    return StepTimes(group_seconds(table, fused, 1), 3.0)
 
 
 def every(times: StepTimes | None = None) -> list[PlanPoint]:

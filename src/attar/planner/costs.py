@@ -20,6 +20,7 @@ from attar.checkpoint.tensors import tensor_bytes
 from attar.models.anatomy.discover import discover
 from attar.models.loading.empty import empty_model
 from attar.models.loading.single_experts import single_experts
+from attar.planner.settings import SCHEMES_OF
 from attar.quantization.plan import QuantizationPlan, group_size, plan
 from attar.quantization.settings import StorageSettings
 from attar.quantization.write import tensor_specs
@@ -196,37 +197,50 @@ class StepTimes:
     """Seconds of a step of decoding, by the products' formats.
 
     Attributes:
-        table: of the products.
-        products: of each group; of :data:`EMBEDDING` the head that is it, of :data:`HEAD` one of its own.
-        overhead: seconds of a step outside its products.
-        batch: sequences, which is T of every product.
+        groups: of the products of each group by option; of :data:`EMBEDDING` of the head that is it, of
+            :data:`HEAD` of one of its own, ``dense``.
+        overhead: outside its products.
     """
 
-    table: KernelTimes
-    products: Mapping[str, Sequence[GroupProduct]]
-    overhead: float
-    batch: int
-
-    def group_seconds(self, group: str, option: str) -> float:
-        """Of the products of a group in a scheme."""
-        kind, batch = kernel_of(option), self.batch
-        return math.fsum(
-            product.calls(batch) * self.table.seconds[product.shape(kind, batch)]
-            for product in self.products[group]
-        )
+    groups: Mapping[str, Mapping[str, float]]
+    overhead: float = 0.0
 
     def fastest(self, options: Mapping[str, Iterable[str]]) -> float:
         """Of a step whose groups are each in their fastest option."""
         best = {
-            group: min(options[group], key=lambda option, of=group: self.group_seconds(of, option))  # type: ignore[misc]
-            for group in self.products.keys() & options.keys()
+            group: min(options[group], key=self.groups[group].__getitem__)
+            for group in self.groups.keys() & options.keys()
         }
         return self.seconds(best)
 
     def seconds(self, choice: GroupChoice) -> float:
         """Of a step."""
-        groups = (self.group_seconds(group, choice.get(group, "dense")) for group in self.products)
+        groups = (seconds[choice.get(group, "dense")] for group, seconds in self.groups.items())
         return self.overhead + math.fsum(groups)
+
+
+def group_seconds(
+    table: KernelTimes, products: Mapping[str, Sequence[GroupProduct]], batch: int
+) -> dict[str, dict[str, float]]:
+    """Seconds of the products of each group in every option that the table's machine has a kernel of.
+
+    Args:
+        products: of each group.
+        batch: sequences, which is T of every product.
+
+    Raises:
+        KeyError: the table lacks a product.
+    """
+    formats = kernel_formats(table)
+    return {
+        group: {
+            option: math.fsum(
+                product.calls(batch) * table.seconds[product.shape(kind, batch)] for product in members
+            )
+            for option, kind in formats.items()
+        }
+        for group, members in products.items()
+    }
 
 
 class GroupProduct(NamedTuple):
@@ -255,14 +269,31 @@ class GroupProduct(NamedTuple):
         return KernelShape(kind, self.rows, self.columns, tokens)
 
 
-def kernel_of(scheme: str) -> str:
-    """The format in which the compiled step multiplies an option's weights (runtime/runner/codes.py)."""
-    if scheme in ("dense", "int8"):
-        return {"dense": "bf16", "int8": "int8"}[scheme]
-    return "int4" if int(scheme[1]) <= 4 else "int8"
+WIDTHS = {scheme: int(scheme[1]) for scheme in SCHEMES_OF["attar"]}
+STEP_FORMATS = {
+    "dense": "bf16",
+    "int8": "int8",
+    **{scheme: "int4" if bits <= 4 else "int8" for scheme, bits in WIDTHS.items()},
+}
+"""The format in which the compiled step multiplies an option's weights (runtime/runner/codes.py)."""
+
+CARD_FORMATS = {
+    "dense": "bfloat16 by triton",
+    "int8": "int8 by triton",
+    **{scheme: f"int{bits} by triton" for scheme, bits in WIDTHS.items()},
+}
+"""In which the device runner does (runtime/runner/device/product_times.py)."""
 
 
-def kernel_shapes(products: Iterable[GroupProduct], batch: int) -> list[KernelShape]:
+def kernel_formats(table: KernelTimes) -> dict[str, str]:
+    """The format of each option's weights on the machine of a table, which may be a card."""
+    of_card = any(" by " in shape.format for shape in table.seconds)
+    return CARD_FORMATS if of_card else STEP_FORMATS
+
+
+def kernel_shapes(
+    products: Iterable[GroupProduct], batch: int, formats: Mapping[str, str] = STEP_FORMATS
+) -> list[KernelShape]:
     """Every product that a plan may have."""
-    kinds = ("bf16", "int8", "int4")
+    kinds = dict.fromkeys(formats.values())
     return list(dict.fromkeys(product.shape(kind, batch) for product in products for kind in kinds))

@@ -31,6 +31,7 @@ from attar.planner.correction import PredictedKL, predicted_kl
 from attar.planner.costs import EMBEDDING, StepTimes, kv_bytes, layer_groups, weight_costs
 from attar.planner.cuts import CutModel, cut_model_of, cuts_folder
 from attar.planner.gguf_costs import GGUFCosts, PlanCosts, gguf_costs
+from attar.planner.llama_cpp_speed import llama_cpp_times
 from attar.planner.losses import MIXTURE_REFERENCE_BITS, Losses, integer_grids, with_kept_scales
 from attar.planner.result import Plan, PlanRow, recipe_of
 from attar.planner.settings import KV_DTYPES_OF, NOISE, SCHEMES_OF, PlanSettings
@@ -204,12 +205,15 @@ class _Planner:
         """Times of the products; None: no speed is asked for.
 
         Raises:
-            UsageError: not even the fastest formats are fast enough.
+            UsageError: not even the fastest formats are fast enough, or nothing times the engine's.
         """
         settings = self.settings
         if not settings.speed:
             return None
-        times = step_times(checkpoint, costs.groups, settings, self.progress)
+        if isinstance(costs, GGUFCosts):
+            times = llama_cpp_times(checkpoint, costs, settings.batch, self.progress)
+        else:
+            times = step_times(checkpoint, costs.groups, settings, self.progress)
         if (fastest := times.fastest(costs.table)) > self._seconds:
             rate = settings.batch / fastest
             near = format(0.98 * rate, ".0f" if rate > 10 else ".2g")

@@ -81,8 +81,10 @@ class PlanSettings:
             raise SettingsError("recover_tokens", self.recover_tokens, "0 without prune: nothing is cut")
         if self.engine == "llama.cpp" and self.method == "awq":
             raise SettingsError("method", self.method, "another one with llama.cpp, as attar export has them")
-        if self.speed and self.engine != "attar":
+        if self.speed and self.engine == "vllm":
             raise SettingsError("speed", self.speed, f"empty with {self.engine}, whose kernels are not timed")
+        if self.hardware != "this" and self.engine == "llama.cpp":
+            raise SettingsError("hardware", self.hardware, "this with llama.cpp, whose steps are timed here")
         if self.hardware != "this" and not self.speed:
             raise SettingsError("hardware", self.hardware, "this without speed, for which alone it is read")
 

@@ -155,8 +155,8 @@ class PlanSolver:
         return {
             group: [
                 option
-                if group not in times.products
-                else replace(option, loss=option.loss + price * times.group_seconds(group, option.name))
+                if group not in times.groups
+                else replace(option, loss=option.loss + price * times.groups[group][option.name])
                 for option in group_options
             ]
             for group, group_options in options.items()

@@ -18,7 +18,18 @@ from attar.models.anatomy.discover import discover
 from attar.models.loading.empty import empty_model
 from attar.models.loading.fit import admit
 from attar.models.loading.single_experts import single_experts
-from attar.planner.costs import EMBEDDING, HEAD, GroupProduct, StepTimes, kernel_shapes, layer_groups
+from attar.planner.costs import (
+    CARD_FORMATS,
+    EMBEDDING,
+    HEAD,
+    STEP_FORMATS,
+    GroupProduct,
+    StepTimes,
+    group_seconds,
+    kernel_formats,
+    kernel_shapes,
+    layer_groups,
+)
 from attar.planner.settings import PlanSettings
 from attar.progress import SILENT, Progress
 from attar.recipe.machine import machine
@@ -48,7 +59,7 @@ def kernel_table(
 
 
 def model_kernels(model: Any, batches: Sequence[int], progress: Progress) -> KernelTimes:
-    """This machine's times of the products of a model, and of no other.
+    """This machine's times of the products of a model, and of no other, and of the rest of its step.
 
     Args:
         batches: rows of the products.
@@ -60,12 +71,12 @@ def model_kernels(model: Any, batches: Sequence[int], progress: Progress) -> Ker
     fused = products_of(checkpoint, layer_groups(checkpoint))
     shapes = [product for products in fused.values() for product in products]
     table = kernel_table(shapes, batches, len(fused) // 4, progress)
-    wanted = [shape for tokens in batches for shape in kernel_shapes(shapes, tokens)]
-    return replace(table, seconds={shape: table.seconds[shape] for shape in wanted})
+    return _of_model(table, checkpoint, fused, batches, "cpu", progress)
 
 
 def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Progress) -> KernelTimes:
-    """A card's times of the products of a model by each kernel, measured where its table lacks them.
+    """A card's times of the products of a model by each kernel, measured where its table lacks them, and of
+    the rest of its step.
 
     Raises:
         AttarError: see :func:`products_of`; torch sees no such card.
@@ -80,7 +91,7 @@ def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Pr
     checkpoint = admit(model, progress)
     fused = products_of(checkpoint, layer_groups(checkpoint))
     register_kernels(chosen)
-    return product_times.device_times(
+    table = product_times.device_times(
         [product[:2] for products in fused.values() for product in products],
         batches,
         product_times.table_path(),
@@ -89,6 +100,32 @@ def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Pr
         kernels=product_times.kernels_of(chosen, triton=has_triton(chosen)),
         progress=progress,
     )
+    return _of_model(table, checkpoint, fused, batches, str(chosen), progress)
+
+
+def _of_model(
+    table: KernelTimes,
+    checkpoint: Checkpoint,
+    fused: Mapping[str, Sequence[GroupProduct]],
+    batches: Sequence[int],
+    device: str,
+    progress: Progress,
+) -> KernelTimes:
+    """The entries of a model, with the overhead of its steps where the table has what a step multiplies."""
+    products = {product[:2] for members in fused.values() for product in members}
+    seconds = {
+        shape: s
+        for shape, s in table.seconds.items()
+        if (shape.rows, shape.columns) in products and shape.tokens in batches
+    }
+    table = replace(table, seconds=seconds)
+    every = [product for members in fused.values() for product in members]
+    overhead = {
+        batch: _overhead(table, checkpoint, fused, batch, device, progress)
+        for batch in batches
+        if not table.missing(kernel_shapes(every, batch, kernel_formats(table)))
+    }
+    return replace(table, overhead=overhead)
 
 
 def products_of(checkpoint: Checkpoint, groups: Mapping[str, Sequence[str]]) -> dict[str, list[GroupProduct]]:
@@ -138,22 +175,47 @@ def step_times(
         SettingsError: the table lacks a product; names what makes it.
     """
     fused = products_of(checkpoint, groups)
-    shapes, batch = [product for products in fused.values() for product in products], settings.batch
-    if settings.hardware != "this":
-        table = read_times(Path(settings.hardware))
-        if missing := table.missing(kernel_shapes(shapes, batch)):
-            raise CheckpointError(
-                f"{settings.hardware} has no time of {missing[0].format} {missing[0].rows} x "
-                f"{missing[0].columns} with {batch} tokens",
-                hint=f"attar bench MODEL --kernels --batch {batch} on that machine",
-            )
-        return StepTimes(table, fused, 0.0, batch)
-    table = kernel_table(shapes, [batch], len(groups) // 4, progress)
-    coded = StepTimes(table, fused, 0.0, batch).seconds(dict.fromkeys(fused, "W4A16"))
-    return StepTimes(table, fused, max(_step(checkpoint, batch, progress) - coded, 0.0), batch)
+    products, batch = [product for members in fused.values() for product in members], settings.batch
+    if settings.hardware == "this":
+        table = kernel_table(products, [batch], len(groups) // 4, progress)
+        overhead = _overhead(table, checkpoint, fused, batch, "cpu", progress)
+        return StepTimes(group_seconds(table, fused, batch), overhead)
+    path = Path(settings.hardware)
+    table = read_times(path, (*STEP_FORMATS.values(), *card_formats()))
+    formats = kernel_formats(table)
+    if missing := table.missing(kernel_shapes(products, batch, formats)):
+        device = " --device cuda" if formats is CARD_FORMATS else ""
+        raise CheckpointError(
+            f"{settings.hardware} has no time of {missing[0].format} {missing[0].rows} x "
+            f"{missing[0].columns} with {batch} tokens",
+            hint=f"attar bench MODEL --kernels{device} --batch {batch} on that machine",
+        )
+    if batch not in table.overhead:
+        progress.log(f"{settings.hardware} has no overhead of a step: only its products count")
+    return StepTimes(group_seconds(table, fused, batch), table.overhead.get(batch, 0.0))
 
 
-def _step(checkpoint: Any, batch: int, progress: Progress) -> float:
+def card_formats() -> list[str]:
+    """Every format of a card's table."""
+    from attar.runtime.runner.device.product_times import FORMATS
+
+    return FORMATS
+
+
+def _overhead(
+    table: KernelTimes,
+    checkpoint: Checkpoint,
+    fused: Mapping[str, Sequence[GroupProduct]],
+    batch: int,
+    device: str,
+    progress: Progress,
+) -> float:
+    """Seconds of a step outside its products, at least next to nothing."""
+    coded = StepTimes(group_seconds(table, fused, batch)).seconds(dict.fromkeys(fused, "W4A16"))
+    return max(_step(checkpoint, batch, device, progress) - coded, 1e-9)
+
+
+def _step(checkpoint: Any, batch: int, device: str, progress: Progress) -> float:
     """Seconds of a step of the model rounded to int4 while it is loaded, the fastest of three tries."""
     import random
 
@@ -161,7 +223,7 @@ def _step(checkpoint: Any, batch: int, progress: Progress) -> float:
     from attar.runtime.llm import LLM
 
     with progress.task("time a step", total=3) as task:
-        llm = LLM(checkpoint, weights="int4")
+        llm = LLM(checkpoint, weights="int4", device=device)
         context = min(CONTEXT, (llm.engine.runner.context or 2 * CONTEXT) // 2)
         tries = []
         for _ in range(3):

@@ -7,11 +7,14 @@ Inputs x are rounded as the step rounds them. A step is one call with many produ
 of a product of next to nothing, is taken off.
 
 A table is a YAML file in the user's cache, which grows by the shapes that were asked for; on another machine
-``attar bench MODEL --kernels`` prints it, and the file can be given in place of this machine's:
+``attar bench MODEL --kernels`` prints those of one model, with what its step takes beside them, and the file
+can be given in place of this machine's:
 
     machine: AMD EPYC 9B14
     threads: 2
     bits: 16
+    overhead:
+    - {tokens: 1, seconds: 0.00011}
     kernels:
     - {format: int4, rows: 768, columns: 256, tokens: 1, seconds: 4.1e-06}
 """
@@ -54,12 +57,14 @@ class KernelTimes:
         threads: of the products.
         seconds: by shape.
         bits: of the products' inputs, 8 or 16 (:func:`attar.kernels.product.default_activation_bits`).
+        overhead: of a model's table: seconds of a step outside its products, by number of tokens.
     """
 
     machine: str
     threads: int
     seconds: dict[KernelShape, float] = field(default_factory=dict)
     bits: int = 16
+    overhead: dict[int, float] = field(default_factory=dict)
 
     def missing(self, shapes: Iterable[KernelShape]) -> list[KernelShape]:
         """The shapes that the table does not have, each once."""
@@ -68,7 +73,9 @@ class KernelTimes:
     def to_dict(self) -> dict[str, Any]:
         """The content of its file."""
         rows = [{**shape._asdict(), "seconds": seconds} for shape, seconds in sorted(self.seconds.items())]
-        return {"machine": self.machine, "threads": self.threads, "bits": self.bits, "kernels": rows}
+        head = {"machine": self.machine, "threads": self.threads, "bits": self.bits}
+        overhead = [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self.overhead.items()]
+        return {**head, **({"overhead": overhead} if overhead else {}), "kernels": rows}
 
     def to_yaml(self) -> str:
         """The text of its file."""
@@ -100,6 +107,12 @@ def read_times(path: Path, formats: Sequence[str] = get_args(Kind)) -> KernelTim
     if not isinstance(times, list) or not isinstance(content.get("threads"), int) or bits not in (8, 16):
         raise SettingsError("hardware", str(path), "a file with machine, threads, bits (8 or 16) and kernels")
     table = KernelTimes(str(content.get("machine", "")), content["threads"], bits=bits)
+    steps = content.get("overhead", [])
+    for step in steps if isinstance(steps, list) else [steps]:
+        known = isinstance(step, Mapping) and set(step) == {"tokens", "seconds"}
+        if not known or not _is_size(step["tokens"]) or not _is_time(step["seconds"]):
+            raise SettingsError("hardware", str(path), "a file whose overhead has tokens and seconds")
+        table.overhead[step["tokens"]] = float(step["seconds"])
     for number, entry in enumerate(times):
         shape = _shape(path, number, entry, formats)
         table.seconds[shape] = float(entry["seconds"])
@@ -112,12 +125,17 @@ def _shape(path: Path, number: int, entry: Any, formats: Sequence[str]) -> Kerne
     if not isinstance(entry, Mapping) or set(entry) != {*KernelShape._fields, "seconds"}:
         raise SettingsError("hardware", str(path), allowed)
     shape = KernelShape(*(entry[name] for name in KernelShape._fields))
-    sizes = all(type(size) is int and size > 0 for size in shape[1:])
-    seconds = entry["seconds"]
-    timed = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < math.inf
-    if shape.format not in formats or not sizes or not timed:
+    if shape.format not in formats or not all(map(_is_size, shape[1:])) or not _is_time(entry["seconds"]):
         raise SettingsError("hardware", str(path), allowed)
     return shape
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def times_of(

@@ -10,7 +10,7 @@ from attar.errors import SettingsError
 from attar.kernels.kv_codes import encode
 from attar.planner import speed
 from attar.progress import SILENT
-from attar.runtime.kernel_times import KernelShape, KernelTimes
+from attar.runtime.kernel_times import KernelShape, KernelTimes, read_times
 from attar.runtime.runner.device import packer, product_times, runner
 from attar.runtime.runner.device.layout import DENSE
 from attar.runtime.runner.device.product_times import (
@@ -150,7 +150,15 @@ def test_the_command_on_a_card(tmp_path, monkeypatch):
     monkeypatch.setattr(product_times, "kernels_of", lambda device, triton: hopper)
     monkeypatch.setattr(product_times, "product_calls", lambda *words: [])
     monkeypatch.setattr(product_times, "median_seconds", lambda *words: 1e-5)
+    monkeypatch.setattr(speed, "_step", lambda checkpoint, batch, device, progress: batch * 1.0)
+    other = KernelShape("int4 by triton", 3, 5, 1)  # of another model
+    KernelTimes("a card, sm_90", 0, {other: 1e-5}).write(tmp_path / "products.yaml")
     answer = bench._kernels(str(folder), (1, 8), "cuda", SILENT)
-    assert answer.text == (tmp_path / "products.yaml").read_text().rstrip()
+    (tmp_path / "card.yaml").write_text(answer.text)
+    printed, kept = (
+        read_times(tmp_path / name, product_times.FORMATS) for name in ("card.yaml", "products.yaml")
+    )
+    assert kept.seconds == {**printed.seconds, other: 1e-5} and other not in printed.seconds
+    assert printed.overhead == pytest.approx({1: 1.0, 8: 8.0}, rel=1e-3) and not kept.overhead
     assert {row["tokens"] for row in answer.data["kernels"]} == {1, 8}
     assert answer.data["machine"] == "a card, sm_90"

@@ -71,6 +71,10 @@ def label(bits: int, kernel: str) -> str:
     return f"{weight} by {kernel}"
 
 
+FORMATS = [label(bits, name) for bits in WIDTHS for name in SINCE]
+"""Of every entry that a table may have."""
+
+
 def device_times(
     shapes: Iterable[tuple[int, int]],
     tokens: Sequence[int],
@@ -240,8 +244,7 @@ def group_of(K: int) -> int:
 
 def _read(path: Path) -> KernelTimes | None:
     """The table of a file; None where there is none, or a damaged one."""
-    formats = [label(bits, name) for bits in WIDTHS for name in SINCE]
     try:
-        return read_times(path, formats)
+        return read_times(path, FORMATS)
     except SettingsError:
         return None

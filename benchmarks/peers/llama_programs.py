@@ -1,9 +1,10 @@
-"""llama.cpp's own server, built from the sources that come with llama-cpp-python.
+"""llama.cpp's own programs, built from the sources that come with llama-cpp-python.
 
-    python benchmarks/peers/environments.py llama-server
+    python benchmarks/peers/environments.py llama-server llama-batched-bench
 
-The libraries of the environment ``llama-cpp`` are used as they are; what is compiled here is ``tools/server``
-and its HTTP library (three minutes on one core), without the page for people.
+The libraries of the environment ``llama-cpp`` are used as they are; what is compiled here is the program's
+folder of ``tools``, and of the server its HTTP library (three minutes on one core), without the page for
+people.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _FLAGS = (
         "-DCPPHTTPLIB_REQUEST_URI_MAX_LENGTH=32768",
     ),
 )
+FOLDERS = {"llama-server": "server", "llama-batched-bench": "batched-bench"}  # of tools
 _INCLUDED = ("", "include", "common", "ggml/include", "tools/mtmd", "vendor", "tools/server")
 
 
 def build(folder: Path, python: Path, version: str) -> Path:
-    """Compile the server.
+    """Compile the program that the folder is named after, one of :data:`FOLDERS`.
 
     Args:
-        place: folder of its own.
+        folder: of its own.
         python: interpreter of the environment ``llama-cpp``.
         version: of llama-cpp-python there.
 
@@ -45,15 +47,17 @@ def build(folder: Path, python: Path, version: str) -> Path:
     with folder.with_name(f"{folder.name}.log").open("w") as log:
         source = _sources(folder, python, version, log)
         libraries = next(python.parent.parent.glob("lib/python*/site-packages/lib"))
-        _page(source, folder)
+        if folder.name == "llama-server":
+            _page(source, folder)
         parts = []
         for file in _files(source, folder):
             parts.append(str(folder / f"{file.stem}.o"))
             included = (f"-I{source / name}" for name in _INCLUDED)
             _run(["g++", *_FLAGS, f"-I{folder}", *included, "-c", file, "-o", parts[-1]], log)
         linked = [f"-L{libraries}", *(f"-l{name}" for name in _LIBRARIES), "-lpthread"]
-        executable = folder / "llama-server"
-        _run(["g++", "-o", f"{executable}.part", *parts, *linked, f"-Wl,-rpath,{libraries}"], log)
+        linked += [f"-Wl,-rpath,{libraries},--disable-new-dtags"]  # of what the libraries need as well
+        executable = folder / folder.name
+        _run(["g++", "-o", f"{executable}.part", *parts, *linked], log)
     Path(f"{executable}.part").replace(executable)
     return executable
 
@@ -77,11 +81,12 @@ def _page(source: Path, folder: Path) -> None:
 
 
 def _files(source: Path, folder: Path) -> list[Path]:
-    server = sorted((source / "tools/server").glob("*.cpp"))
-    return [folder / "ui.cpp", source / "vendor/cpp-httplib/httplib.cpp", *server]
+    own = sorted((source / "tools" / FOLDERS[folder.name]).glob("*.cpp"))
+    served = [folder / "ui.cpp", source / "vendor/cpp-httplib/httplib.cpp"]
+    return [*served, *own] if folder.name == "llama-server" else own
 
 
 def _run(command: list[object], log: object) -> None:
     words = [str(word) for word in command]
     if subprocess.run(words, stdout=log, stderr=subprocess.STDOUT).returncode:  # type: ignore[call-overload]
-        raise SystemExit(f"llama-server: {' '.join(words)} failed; see {log.name}")  # type: ignore[attr-defined]
+        raise SystemExit(f"{' '.join(words)} failed; see {log.name}")  # type: ignore[attr-defined]
