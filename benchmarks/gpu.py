@@ -13,7 +13,13 @@ OUT/NAME.log.
 Parts: tests/test_devices.py (results of the device against the CPU's), the device runner
 (benchmarks/device.py: operators, products, steps, answers), kernels (gpu_kernels.py), the table of products
 that the runner may choose by (attar bench --kernels), quantize (RTN, GPTQ, AWQ), prune, recover, distill,
-merge, export, evaluate, generate through transformers' modules; then quantization and generation by peers."""
+merge, export, evaluate, generate through transformers' modules; then quantization and generation by peers.
+
+Two parts run only where they are named, each for most of ten minutes, by estimate: recipes/half-depth.yaml
+and half-int8.yaml with 33 M tokens of learning in steps of 32 rows, with which a card is busier than with
+their own:
+
+    python benchmarks/gpu.py --parts "recipe half-depth" --model org/name"""
 
 from __future__ import annotations
 
@@ -62,12 +68,14 @@ class Part:
         command: after the Python that runs it; DEVICE and OUT stand for the device and the part's folder.
         seconds: at most, on each device.
         both: run on the CPU too.
+        named: run only where it is named.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: float
     both: bool = True
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,8 @@ def main() -> None:
         folder = options.out.resolve() / device
         folder.mkdir(exist_ok=True)
         (folder / "merge.yml").write_text(MERGE.format(model=options.model, other=folder / "quantize-rtn"))
-    wanted = [part for part in parts(options.model) if not options.parts or part.name in options.parts]
+    every = parts(options.model)
+    wanted = [part for part in every if (part.name in options.parts if options.parts else not part.named)]
     for part in wanted:  # all on the device first: it is what is lent
         lines.append(run(part, options.device, options.out, end))
         report(options.device, lines, options.out)
@@ -134,7 +143,7 @@ def parts(model: str) -> list[Part]:
         kernels("operators", 90),
         kernels("speed", 90),
         kernels("gptq", 90),
-        Part("table of products", verb("bench", model, "--kernels", "--device", "DEVICE", *BATCHES), 60),
+        Part("table of products", verb("bench", model, "--kernels", "--device", "DEVICE", *BATCHES), 120),
         Part("quantize rtn", verb(*quantize, "--method", "rtn"), 60),
         Part("quantize gptq", verb(*quantize, "--method", "gptq", *SMALL), 90),
         Part("quantize awq", verb(*quantize, "--method", "awq", *SMALL), 90),
@@ -162,7 +171,17 @@ def parts(model: str) -> list[Part]:
         ),
         Part("dense", verb("export", model, *out, "--format", "dense"), 60),
         Part("generate by transformers", ("-c", GENERATE, "DENSE", "DEVICE"), 60),
+        recipe("half-depth", model, "distill", 4000),
+        recipe("half-int8", model, "recover", 2000),
     ]
+
+
+def recipe(name: str, model: str, stage: str, steps: int) -> Part:
+    """A recipe whose stage learns in so many steps of 32 rows."""
+    settings = {"model": model, f"stages.{stage}.steps": steps, f"stages.{stage}.batch_size": 32}
+    words = [word for pair in settings.items() for word in ("--set", "=".join(map(str, pair)))]
+    command = ("-m", "attar.cli.main", "run", f"recipes/{name}.yaml", "-o", "OUT", *words)
+    return Part(f"recipe {name}", command, 560, both=False, named=True)
 
 
 def kernels(part: str, seconds: float) -> Part:
