@@ -184,6 +184,14 @@ def test_a_program_that_fails_is_a_line(words: str, message: str, tmp_path: Path
         llama_cpp_speed.step_seconds(str(program), tmp_path / "model.gguf", 1)
 
 
+def test_what_is_no_program_is_a_line(tmp_path: Path, log: Path) -> None:
+    program = log.parent / "bin" / llama_cpp_speed.PROGRAM
+    program.write_bytes(b"\x7fELF of another machine")
+    folder = build("tied", tmp_path / "m")
+    with pytest.raises(UsageError, match="does not run: Exec format error"):
+        llama_cpp_times(open_checkpoint(folder), gguf_costs(open_checkpoint(folder), "rtn"), 1, SILENT)
+
+
 def test_without_the_program_a_speed_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

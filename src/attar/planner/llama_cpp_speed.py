@@ -58,7 +58,8 @@ def llama_cpp_times(checkpoint: Checkpoint, costs: GGUFCosts, batch: int, progre
     types = [kind for group in layout.groups for kind in layout.candidates(group)]
     reads = weights_read(costs, discover(empty_model(checkpoint.config, unstacked=True)), batch)
     program = llama_program()
-    key = [checkpoint.fingerprint(), batch, machine()["cpu"], _version(program), _arguments()]
+    here = machine()
+    key = [checkpoint.fingerprint(), batch, here["cpu"], here["cores"], _version(program), _arguments()]
     root = os.environ.get("ATTAR_CACHE")
     folder = (Path(root) if root else cache_folder()) / "llama-cpp"
     file = folder / f"{sha256_text(canonical_json(key))[:16]}.json"
@@ -155,9 +156,7 @@ def step_seconds(program: str, model: Path, batch: int) -> float:
     sizes = {"-c": batch * (CONTEXT + TOKENS), "-npp": CONTEXT, "-ntg": TOKENS}
     words = [str(word) for pair in sizes.items() for word in pair]
     tries = ["-npl", ",".join([str(batch)] * TRIES), "--output-format", "jsonl"]
-    process = subprocess.run(
-        [program, "-m", str(model), *words, *tries], capture_output=True, text=True, errors="replace"
-    )
+    process = _run(program, "-m", str(model), *words, *tries)
     lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
     try:
         seconds = [float(json.loads(line)["t_tg"]) / TOKENS for line in lines]
@@ -171,8 +170,15 @@ def step_seconds(program: str, model: Path, batch: int) -> float:
 
 def _version(program: str) -> str:
     """What the program says of itself; it prints it to stderr."""
-    process = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace")
+    process = _run(program, "--version")
     return process.stdout + process.stderr
+
+
+def _run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run([program, *words], capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise UsageError(f"{program} does not run: {error.strerror}", hint="leave --speed out") from None
 
 
 def _arguments() -> dict[str, str]:
