@@ -71,6 +71,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
 
 
+def computed_folder() -> Path:
+    """Of what was computed or measured here: ``$ATTAR_CACHE``, or :func:`cache_folder`."""
+    chosen = os.environ.get("ATTAR_CACHE")
+    return Path(chosen).expanduser().absolute() if chosen else cache_folder()
+
+
 def _cache_entry(path: Path, stat: os.stat_result) -> Path:
     key = sha256_text(f"{path}\n{stat.st_ino}\n{stat.st_size}\n{stat.st_mtime_ns}")
     return cache_folder() / "sha256" / key[:2] / key

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attar.checkpoint.atomic import explain_os_errors, open_own, try_lock, write_bytes
-from attar.checkpoint.hashing import cache_folder, canonical_json, sha256_text
+from attar.checkpoint.hashing import canonical_json, computed_folder, sha256_text
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import OutputError, UsageError
@@ -60,9 +60,7 @@ def llama_cpp_times(checkpoint: Checkpoint, costs: GGUFCosts, batch: int, progre
     program = llama_program()
     here = machine()
     key = [checkpoint.fingerprint(), batch, here["cpu"], here["cores"], _version(program), _arguments()]
-    root = os.environ.get("ATTAR_CACHE")
-    folder = (Path(root) if root else cache_folder()) / "llama-cpp"
-    file = folder / f"{sha256_text(canonical_json(key))[:16]}.json"
+    file = computed_folder() / "llama-cpp" / f"{sha256_text(canonical_json(key))[:16]}.json"
     seconds = _known(file)
     missing = [kind for kind in dict.fromkeys([REFERENCE, *types]) if kind not in seconds]
     with explain_os_errors(file):

@@ -6,13 +6,12 @@ overhead     = step of the model rounded to int4, measured, less its products
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attar.checkpoint.hashing import cache_folder
+from attar.checkpoint.hashing import computed_folder
 from attar.errors import CheckpointError, SettingsError
 from attar.models.anatomy.discover import discover
 from attar.models.loading.empty import empty_model
@@ -52,8 +51,7 @@ def kernel_table(
     Raises:
         CheckpointError: there are no compiled kernels.
     """
-    root = os.environ.get("ATTAR_CACHE")
-    path = (Path(root) if root else cache_folder()) / "kernels.yaml"
+    path = computed_folder() / "kernels.yaml"
     shapes = [shape for tokens in batch for shape in kernel_shapes(products, tokens)]
     return times_of(shapes, path, str(machine()["cpu"]), layers=layers, progress=progress)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.atomic import explain_os_errors
-from attar.checkpoint.hashing import cache_folder
+from attar.checkpoint.hashing import computed_folder
 
 NUMBERS = ("bytes", "cache_bytes", "kl", "kl_low", "kl_high", "loss", "decode_tokens_per_s")
 """What is predicted and measured of a recipe's last model: bytes of its weight files with their headers, and
@@ -59,8 +59,7 @@ class PlanRecord:
 
 def history_file() -> Path:
     """The file of the records; it need not exist."""
-    root = os.environ.get("ATTAR_CACHE")
-    return (Path(root) if root else cache_folder()) / "plans.jsonl"
+    return computed_folder() / "plans.jsonl"
 
 
 def read_records() -> list[PlanRecord]:

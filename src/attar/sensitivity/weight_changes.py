@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attar.checkpoint.hashing import sha256_text
+from attar.checkpoint.hashing import computed_folder, sha256_text
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.sources import fingerprint
@@ -97,9 +96,7 @@ def load_inputs(checkpoint: Checkpoint, settings: Any) -> SensitivityInputs:
 
 def cache_folder() -> Path:
     """Folder of measurements that outlast a run: ``$ATTAR_CACHE``, or ``attar`` in the user's cache."""
-    root = os.environ.get("ATTAR_CACHE")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
-    folder = base / "sensitivity"
+    folder = computed_folder() / "sensitivity"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

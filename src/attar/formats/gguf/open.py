@@ -154,7 +154,7 @@ def _config(opened: GGUF) -> dict[str, Any]:
 
 def _companion(opened: GGUF, config: dict[str, Any]) -> Path:
     """The folder in the cache, made where it is not there yet."""
-    folder = cache_folder() / METHOD / _key(opened) / opened.files[0].name
+    folder = hashing.computed_folder() / METHOD / _key(opened) / opened.files[0].name
     if folder.is_dir():
         return folder
     partial = folder.parent.with_name(f".{folder.parent.name}.{os.getpid()}")
@@ -169,7 +169,7 @@ def _companion(opened: GGUF, config: dict[str, Any]) -> Path:
                 raise
     except OSError as error:
         raise OutputError(
-            f"{cache_folder()}: cannot be written: {error.strerror}",
+            f"{hashing.computed_folder()}: cannot be written: {error.strerror}",
             hint="set ATTAR_CACHE to a folder that you may write to",
         ) from error
     finally:
@@ -186,12 +186,6 @@ def _fill(folder: Path, metadata: Mapping[str, Any], config: dict[str, Any]) -> 
     if generation := generation_config(metadata):
         atomic.write_json(folder / "generation_config.json", generation)
     atomic.write_json(folder / "config.json", config)
-
-
-def cache_folder() -> Path:
-    """``$ATTAR_CACHE``, or attar's common cache. It may be deleted at any time."""
-    chosen = os.environ.get("ATTAR_CACHE")
-    return Path(chosen).expanduser().absolute() if chosen else hashing.cache_folder()
 
 
 def _key(opened: GGUF) -> str:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attar.checkpoint.hashing import cache_folder
+from attar.checkpoint.hashing import computed_folder
 from attar.errors import SettingsError
 from attar.kernels.device.products import dense_product, packed_product
 from attar.kernels.kv_codes import encode
@@ -146,8 +146,7 @@ def fastest(device: torch.device) -> KernelTimes | None:
 
 def table_path() -> Path:
     """The file of the table."""
-    root = os.environ.get("ATTAR_CACHE")
-    return (Path(root) if root else cache_folder()) / "products.yaml"
+    return computed_folder() / "products.yaml"
 
 
 def card_name(device: torch.device) -> str:
