@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from attar.kernels import build
 from tests.cpu_seconds import (  # noqa: F401  (hooks)
     pytest_runtest_makereport,
     pytest_terminal_summary,
@@ -78,6 +79,16 @@ def without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No power cut during a test: a flush looks at its descriptor and leaves the disk alone. Those that look
     at flushes bring their own."""
     monkeypatch.setattr(os, "fsync", os.fstat)
+
+
+KERNELS = build.cache_folder()
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_compiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test with a cache of its own has the kernels of all others, but for those of how they are built."""
+    if request.path.name != "test_build.py":
+        monkeypatch.setattr(build, "cache_folder", lambda: KERNELS)
 
 
 @pytest.fixture(autouse=True, scope="module")

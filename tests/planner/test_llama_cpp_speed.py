@@ -1,11 +1,10 @@
-"""Speed for llama.cpp, by a program in place of llama-batched-bench: for a weight of each type it takes what
-the table says, and keeps a line of each file."""
+"""Speed for llama.cpp, with a stand-in for llama-batched-bench: weights of a type take what a table says."""
 
 from __future__ import annotations
 
+import json
 import math
-import os
-import sys
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.errors import UsageError
+from attar.formats.gguf.types import TYPES
 from attar.models.anatomy.discover import discover
 from attar.models.loading.empty import empty_model
 from attar.planner import llama_cpp_speed
@@ -27,38 +27,29 @@ from tests.formats.gguf import variants
 NARROW = {"Q4_0": 1.5, "IQ4_NL": 7.0, "Q5_0": 6.0, "Q8_0": 2.5}
 WIDE = {"Q2_K": 1.0, "Q3_K": 4.0, "Q4_K": 2.0, "Q5_K": 5.0, "Q6_K": 3.0, "Q8_0": 2.5}
 SECONDS = {**NARROW, **WIDE, "F32": 0.0, "F16": 0.0}
-PROGRAM = """\
-import json, math, sys
-sys.path[:0] = {path!r}
-from attar.checkpoint import open_checkpoint
-from attar.formats.gguf.types import TYPES
-if sys.argv[1] == "--version":
-    sys.exit(print("version: 1"))
-words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-seconds, step = {seconds!r}, 0.0
-for info in open_checkpoint(words["-m"]).tensors.values():
-    kind = TYPES[info.block or "F32"]
-    step += 1e-9 * math.prod(info.shape) * kind.block / kind.size * seconds[kind.name]
-open({log!r}, "a").write(words["-npl"] + " " + words["-c"] + "\\n")
-for slow in (3, 1, 2):
-    print(json.dumps({{"t_tg": int(words["-ntg"]) * slow * step}}))
-"""
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The program first on PATH; the file with a line of each run."""
-    log = tmp_path / "runs.txt"
-    script = tmp_path / "bin" / "batched_bench.py"
-    script.parent.mkdir()
-    script.write_text(PROGRAM.format(path=sys.path, seconds=SECONDS, log=str(log)))
-    program = script.with_name(llama_cpp_speed.PROGRAM)
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Options of each run of the program, whose first try is the slowest."""
+    runs: list[dict[str, str]] = []
+
+    def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+        if words == ("--version",):
+            return subprocess.CompletedProcess(words, 0, "", "version: 1")
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        runs.append(options)
+        step = 0.0
+        for info in open_checkpoint(options["-m"]).tensors.values():
+            kind = TYPES[info.block or "F32"]
+            step += 1e-9 * math.prod(info.shape) * kind.block / kind.size * SECONDS[kind.name]
+        tries = [json.dumps({"t_tg": int(options["-ntg"]) * slow * step}) for slow in (3, 1, 2)]
+        return subprocess.CompletedProcess(words, 0, "\n".join(tries), "")
+
+    monkeypatch.setattr(llama_cpp_speed, "llama_program", lambda: "")
+    monkeypatch.setattr(llama_cpp_speed, "_run", run)
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
-    log.touch()
-    return log
+    return runs
 
 
 def build(kind: str, folder: Path) -> Path:
@@ -73,7 +64,7 @@ def expected(costs: GGUFCosts, choice: dict[str, str]) -> float:
     return math.fsum(1e-9 * sizes[name] * SECONDS[kind] for name, kind in kinds.items())
 
 
-def test_steps_of_a_mix_take_what_its_weights_take(tmp_path: Path, log: Path) -> None:
+def test_steps_of_a_mix_take_what_its_weights_take(tmp_path: Path, runs: list[dict[str, str]]) -> None:
     """In a model with inputs for the wide and for the narrow types; nothing is timed twice."""
     folder = build("tied", tmp_path / "m")
     checkpoint, costs = open_checkpoint(folder), gguf_costs(open_checkpoint(folder), "rtn")
@@ -84,15 +75,17 @@ def test_steps_of_a_mix_take_what_its_weights_take(tmp_path: Path, log: Path) ->
             for n, (group, names) in enumerate((g, list(options)) for g, options in costs.table.items())
         }
         assert times.seconds(choice) == pytest.approx(expected(costs, choice), rel=1e-9)
-    runs = log.read_text().splitlines()
     assert len(runs) == len({kind for options in costs.table.values() for kind in options})
-    assert set(runs) == {f"{','.join('3' * llama_cpp_speed.TRIES)} {3 * (128 + 32)}"}
-    assert llama_cpp_times(checkpoint, costs, 3, SILENT) == times
-    assert log.read_text().splitlines() == runs
+    assert {run["-npl"] for run in runs} == {",".join("3" * llama_cpp_speed.TRIES)}
+    assert {run["-c"] for run in runs} == {str(3 * (128 + 32))}
+    del runs[:]
+    assert llama_cpp_times(checkpoint, costs, 3, SILENT) == times and not runs
     assert not [*(tmp_path / "cache" / "llama-cpp").glob("*/")], "files of the model stay"
 
 
-def test_a_stopped_calibration_goes_on(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_calibration_goes_on(
+    tmp_path: Path, runs: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = build("tied", tmp_path / "m")
     checkpoint, costs = open_checkpoint(folder), gguf_costs(open_checkpoint(folder), "rtn")
     step, left = llama_cpp_speed.step_seconds, [2]
@@ -107,9 +100,9 @@ def test_a_stopped_calibration_goes_on(tmp_path: Path, log: Path, monkeypatch: p
         patch.setattr(llama_cpp_speed, "step_seconds", stopped)
         with pytest.raises(KeyboardInterrupt):
             llama_cpp_times(checkpoint, costs, 1, SILENT)
-    assert len(log.read_text().splitlines()) == 2
+    assert len(runs) == 2
     times = llama_cpp_times(checkpoint, costs, 1, SILENT)
-    assert len(log.read_text().splitlines()) == len({**WIDE, **NARROW})
+    assert len(runs) == len({**WIDE, **NARROW})
     (file,) = (tmp_path / "cache" / "llama-cpp").glob("*.json")
     file.write_text('{"Q8_0": "soon"}')  # a damaged file is made anew
     assert llama_cpp_times(checkpoint, costs, 1, SILENT) == times
@@ -144,7 +137,7 @@ def test_a_type_that_no_read_group_can_have_costs_nothing() -> None:
     assert times == {"a": {"Q8_0": 2.0}, "b": {"Q8_0": 0.0, "Q4_K": 0.0}}
 
 
-def test_a_plan_of_a_speed(tmp_path: Path, log: Path) -> None:
+def test_a_plan_of_a_speed(tmp_path: Path, runs: list[dict[str, str]]) -> None:
     """The recipe predicts what the program will print of its file; what is too fast is refused."""
     folder = build("tied", tmp_path / "m")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
@@ -184,12 +177,12 @@ def test_a_program_that_fails_is_a_line(words: str, message: str, tmp_path: Path
         llama_cpp_speed.step_seconds(str(program), tmp_path / "model.gguf", 1)
 
 
-def test_what_is_no_program_is_a_line(tmp_path: Path, log: Path) -> None:
-    program = log.parent / "bin" / llama_cpp_speed.PROGRAM
+def test_what_is_no_program_is_a_line(tmp_path: Path) -> None:
+    program = tmp_path / llama_cpp_speed.PROGRAM
     program.write_bytes(b"\x7fELF of another machine")
-    folder = build("tied", tmp_path / "m")
+    program.chmod(0o755)
     with pytest.raises(UsageError, match="does not run: Exec format error"):
-        llama_cpp_times(open_checkpoint(folder), gguf_costs(open_checkpoint(folder), "rtn"), 1, SILENT)
+        llama_cpp_speed.step_seconds(str(program), tmp_path / "model.gguf", 1)
 
 
 def test_without_the_program_a_speed_is_refused_before_any_work(
