@@ -433,7 +433,7 @@ def test_a_needle_is_right_where_its_word_is_the_likeliest_of_ten(tiny_kv, monke
 
 
 def test_llama_cpp_serves_without_repacked_weights_where_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(environments, "server", lambda: Path("llama-server"))
+    monkeypatch.setattr(environments, "program", Path)
     asked = Namespace(threads=2, unified=False, slots=4, kv_tokens=64, no_repack=False)
     plain = serve_pair.theirs(asked, Path("m.gguf"), 1)
     asked.no_repack = True
