@@ -20,7 +20,7 @@ import attar
 from attar.checkpoint import open_checkpoint
 from attar.cli.main import call
 from attar.errors import CheckpointError, ModelError, OutputError, UsageError
-from attar.planner import cuts
+from attar.planner import cuts, speed
 from attar.planner import losses as losses_module
 from attar.planner import plan as plan_module
 from attar.planner.costs import (
@@ -39,10 +39,12 @@ from attar.planner.cuts import cuts_folder
 from attar.planner.gguf_costs import gguf_costs
 from attar.planner.page import command_of
 from attar.planner.settings import SCHEMES_OF, PlanSettings
-from attar.planner.speed import products_of
+from attar.planner.speed import model_kernels, products_of, step_times
+from attar.progress import SILENT
 from attar.quantization.plan import plan as plan_layers
 from attar.quantization.settings import StorageSettings
 from attar.recipe.schema import parse_recipe
+from attar.runtime import kernel_times
 from attar.runtime.kernel_times import KernelShape, KernelTimes
 from tests import tiny_models
 from tests.formats.gguf import variants
@@ -119,6 +121,22 @@ def test_the_products_of_a_mixture(tmp_path: Path) -> None:
     assert experts == (GroupProduct(2 * neurons, width, **routed), GroupProduct(width, neurons, **routed))
     assert all(len(products) == 1 for group, products in fused.items() if "experts" not in group)
     assert fused[HEAD] == [GroupProduct(config["vocab_size"], width)]
+
+
+def test_times_of_a_mixture_serve_another_machine(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert gets fewer tokens than a step has."""
+    folder = tiny_models.save(variants.build("qwen3_moe"), tmp_path / "m", dtype=torch.bfloat16)
+    monkeypatch.setattr(kernel_times, "_measure", lambda pool, shape, layers, bits: 1e-6)
+    monkeypatch.setattr(speed, "_step", lambda checkpoint, batch, device, progress: 1.0 * batch)
+    table = model_kernels(str(folder), [16], SILENT)
+    assert table.overhead.keys() == {16} and min(shape.tokens for shape in table.seconds) < 16
+    table.write(tmp_path / "times.yaml")
+    settings = PlanSettings(speed="decode>=1", hardware=str(tmp_path / "times.yaml"), batch=16)
+    checkpoint = open_checkpoint(folder)
+    times = step_times(checkpoint, layer_groups(checkpoint), settings, SILENT)
+    assert times.seconds(dict.fromkeys(times.groups, "W4A16")) == pytest.approx(16.0, rel=1e-6)
 
 
 def test_a_method_that_takes_no_stack_of_experts_is_refused_before_any_work(

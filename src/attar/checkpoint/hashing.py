@@ -72,7 +72,7 @@ def cache_folder() -> Path:
 
 
 def computed_folder() -> Path:
-    """Of what was computed or measured here: ``$ATTAR_CACHE``, or :func:`cache_folder`."""
+    """The folder of what was computed or measured here: ``$ATTAR_CACHE``, or :func:`cache_folder`."""
     chosen = os.environ.get("ATTAR_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else cache_folder()
 

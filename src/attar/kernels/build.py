@@ -88,10 +88,8 @@ def _off() -> bool:
 def cache_folder() -> Path:
     """Where libraries are cached."""
     cache = os.environ.get("ATTAR_CACHE")
-    base = (
-        Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
-    )
-    return base / "kernels"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
+    return (Path(cache).expanduser().absolute() if cache else home) / "kernels"
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from attar.models.anatomy.parts import Anatomy
 from attar.models.loading.empty import empty_model
 from attar.planner.costs import StepTimes
 from attar.planner.gguf_costs import GGUFCosts
+from attar.planner.speed import CONTEXT
 from attar.printable import one_line
 from attar.progress import Progress
 from attar.recipe.machine import machine
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "llama-batched-bench"
 REFERENCE = "Q8_0"
-CONTEXT, TOKENS, TRIES = 128, 32, 5  # of a sequence before the steps that are timed; steps; the fastest of
+TOKENS, TRIES = 32, 5  # steps that are timed; the fastest of
 
 
 def llama_cpp_times(checkpoint: Checkpoint, costs: GGUFCosts, batch: int, progress: Progress) -> StepTimes:

@@ -57,7 +57,7 @@ def kernel_table(
 
 
 def model_kernels(model: Any, batches: Sequence[int], progress: Progress) -> KernelTimes:
-    """This machine's times of the products of a model, and of no other, and of the rest of its step.
+    """This machine's times of the products of a model, and of no other, with the overhead of its step.
 
     Args:
         batches: rows of the products.
@@ -73,8 +73,8 @@ def model_kernels(model: Any, batches: Sequence[int], progress: Progress) -> Ker
 
 
 def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Progress) -> KernelTimes:
-    """A card's times of the products of a model by each kernel, measured where its table lacks them, and of
-    the rest of its step.
+    """A card's times of the products of a model by each kernel, measured where its table lacks them, with the
+    overhead of its step.
 
     Raises:
         AttarError: see :func:`products_of`; torch sees no such card.
@@ -89,9 +89,10 @@ def device_kernels(model: Any, batches: Sequence[int], device: str, progress: Pr
     checkpoint = admit(model, progress)
     fused = products_of(checkpoint, layer_groups(checkpoint))
     register_kernels(chosen)
+    every = [product for products in fused.values() for product in products]
     table = product_times.device_times(
-        [product[:2] for products in fused.values() for product in products],
-        batches,
+        [product[:2] for product in every],
+        sorted({product.shape("", batch).tokens for product in every for batch in batches}),
         product_times.table_path(),
         chosen,
         card=product_times.card_name(chosen),
@@ -110,14 +111,9 @@ def _of_model(
     progress: Progress,
 ) -> KernelTimes:
     """The entries of a model, with the overhead of its steps where the table has what a step multiplies."""
-    products = {product[:2] for members in fused.values() for product in members}
-    seconds = {
-        shape: s
-        for shape, s in table.seconds.items()
-        if (shape.rows, shape.columns) in products and shape.tokens in batches
-    }
-    table = replace(table, seconds=seconds)
     every = [product for members in fused.values() for product in members]
+    wanted = {product.shape("", batch)[1:] for product in every for batch in batches}
+    table = replace(table, seconds={shape: s for shape, s in table.seconds.items() if shape[1:] in wanted})
     overhead = {
         batch: _overhead(table, checkpoint, fused, batch, device, progress)
         for batch in batches
@@ -178,8 +174,9 @@ def step_times(
         table = kernel_table(products, [batch], len(groups) // 4, progress)
         overhead = _overhead(table, checkpoint, fused, batch, "cpu", progress)
         return StepTimes(group_seconds(table, fused, batch), overhead)
-    path = Path(settings.hardware)
-    table = read_times(path, (*STEP_FORMATS.values(), *card_formats()))
+    from attar.runtime.runner.device.product_times import FORMATS
+
+    table = read_times(Path(settings.hardware), (*STEP_FORMATS.values(), *FORMATS))
     formats = kernel_formats(table)
     if missing := table.missing(kernel_shapes(products, batch, formats)):
         device = " --device cuda" if formats is CARD_FORMATS else ""
@@ -191,13 +188,6 @@ def step_times(
     if batch not in table.overhead:
         progress.log(f"{settings.hardware} has no overhead of a step: only its products count")
     return StepTimes(group_seconds(table, fused, batch), table.overhead.get(batch, 0.0))
-
-
-def card_formats() -> list[str]:
-    """Every format of a card's table."""
-    from attar.runtime.runner.device.product_times import FORMATS
-
-    return FORMATS
 
 
 def _overhead(

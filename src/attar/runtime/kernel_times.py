@@ -7,8 +7,8 @@ Inputs x are rounded as the step rounds them. A step is one call with many produ
 of a product of next to nothing, is taken off.
 
 A table is a YAML file in the user's cache, which grows by the shapes that were asked for; on another machine
-``attar bench MODEL --kernels`` prints those of one model, with what its step takes beside them, and the file
-can be given in place of this machine's:
+``attar bench MODEL --kernels`` prints those of one model, with the overhead of its step, and the file can be
+given in place of this machine's:
 
     machine: AMD EPYC 9B14
     threads: 2
