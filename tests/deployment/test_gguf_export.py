@@ -24,7 +24,7 @@ from attar.formats.gguf.tensor_map import placements
 from attar.formats.readers import Decoded, reader
 from attar.models.loading.load import load_model
 from attar.progress import SILENT
-from attar.quantization import tuning
+from attar.quantization import settings as settings_module
 from attar.quantization.hessian import Hessian, output_error
 from tests import tiny_models
 from tests.quantization.packing import pack, save
@@ -35,7 +35,8 @@ CALIBRATION = {"samples": 8, "sequence_length": 32, "batch_size": 4, "precision"
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch):
     """Steps of tuning of a few tokens."""
-    monkeypatch.setattr(tuning, "TUNE_TOKENS", 64)
+    monkeypatch.setattr(settings_module, "TUNE_TOKENS", (64, 64))
+    monkeypatch.setitem(settings_module.TOKENS, "good", 32 * 64)
 
 
 @pytest.fixture

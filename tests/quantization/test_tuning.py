@@ -16,7 +16,7 @@ from attar.quantization import quantization_method, tuning
 from attar.quantization.calibration import batches_of
 from attar.quantization.methods.tune import original_states
 from attar.quantization.plan import plan
-from attar.quantization.settings import quantize_settings
+from attar.quantization.settings import quantize_settings, tuning_rows
 from tests import tiny_models
 
 TEXTS = [f"def area_{i}(width, height):\n    return width * height + {i}\n" * 6 for i in range(120)]
@@ -70,29 +70,38 @@ def test_what_is_no_nearer_is_not_taken(model, plain, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "bits", "steps"),
+    ("options", "bits", "length", "steps"),
     [
-        ({}, 3, 32),
-        ({}, 4, 0),
-        ({"method": "rtn"}, 2, 0),
-        ({"method": "qat"}, 2, 0),
-        ({"effort": "fast"}, 2, 0),
-        ({"effort": "good"}, 4, 32),
-        ({"effort": "best", "method": "rtn"}, 8, 128),
-        ({"effort": "best", "tune": 5}, 2, 5),
-        ({"tune": 0}, 2, 0),
+        ({}, 3, 512, 64),
+        ({}, 4, 512, 0),
+        ({"method": "rtn"}, 2, 512, 0),
+        ({"method": "qat"}, 2, 512, 0),
+        ({"effort": "fast"}, 2, 512, 0),
+        ({"effort": "good"}, 4, 32, 128),
+        ({"effort": "good"}, 4, 256, 128),
+        ({"effort": "good"}, 4, 4096, 32),
+        ({"effort": "best", "method": "rtn"}, 8, 512, 256),
+        ({"effort": "best", "tune": 5}, 2, 512, 5),
+        ({"tune": 0}, 2, 512, 0),
     ],
 )
-def test_the_effort_says_how_many_steps(options, bits, steps):
+def test_the_effort_says_how_many_steps(options, bits, length, steps):
     settings = quantize_settings(**options)
-    assert settings.tuning.steps(settings.method, bits) == steps
+    assert settings.tuning.steps(settings.method, bits, length) == steps
+
+
+def test_a_step_is_a_row_or_short_rows_together():
+    assert tuning_rows(128, 32) == (8, 256, 128 * 8 + 256)
+    assert tuning_rows(64, 512) == (1, 16, 80)
+    assert tuning_rows(32, 4096) == (1, 8, 40)
+    assert tuning_rows(0, 512) == (0, 0, 0)
 
 
 def test_the_best_effort_reads_more_text(model):
     checkpoint = open_checkpoint(model)
     chosen = plan(checkpoint, quantize_settings(effort="best").storage)
     settings = tuning.with_tuning(quantize_settings(effort="best"), chosen, checkpoint, SILENT)
-    assert (settings.tuning.tune, settings.calibration.samples) == (128, 256)
+    assert (settings.tuning.tune, settings.calibration.samples) == (512, 256)  # of rows of 128, its context
     more = tuning.with_tuning(quantize_settings(effort="best", samples=300), chosen, checkpoint, SILENT)
     assert more.calibration.samples == 300
 

@@ -13,7 +13,7 @@ from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.options import check_choices, setting
 from attar.patterns import RegexError, check
-from attar.quantization.settings import AUTO_BITS, HELD_OUT, STEPS, TUNE_TOKENS
+from attar.quantization.settings import AUTO_BITS, TOKENS, tuning_rows, tuning_steps
 from attar.walks.settings import check_range
 
 VERSION = 5
@@ -91,11 +91,11 @@ class ExportSettings:
     )
     effort: str = setting(
         "auto",
-        "gguf: time for quality at the same bytes: good, best: behind any rounding 32 or 128 "
-        "steps in which the blocks' float16 scales, norms and biases learn end to end from the original; "
+        "gguf: time for quality at the same bytes: good, best: behind any rounding the blocks' "
+        "float16 scales, norms and biases learn end to end from the original, on 32,768 or 131,072 tokens; "
         "fast: none; auto: good behind a rounding that reads text where most weights have 3 bits, "
         "else fast",
-        choices=("auto", *STEPS),
+        choices=("auto", *TOKENS),
     )
     imatrix: str = setting(
         "auto",
@@ -152,17 +152,17 @@ class ExportSettings:
     @property
     def most_steps(self) -> int:
         """Steps of tuning, at most: of effort auto the bits of most weights decide, which a type names."""
-        if self.effort != "auto":
-            return STEPS[self.effort]
-        bits = re.search(r"\d+", self.type)
-        low = bits is None or int(bits[0]) <= AUTO_BITS
-        return STEPS["good" if low and self.rounding != "nearest" else "fast"]
+        effort = self.effort
+        if effort == "auto":
+            bits = re.search(r"\d+", self.type)
+            low = bits is None or int(bits[0]) <= AUTO_BITS
+            effort = "good" if low and self.rounding != "nearest" else "fast"
+        return tuning_steps(effort, self.sequence_length)
 
     @property
     def tuning_rows(self) -> int:
         """Sequences that tuning reads, at most."""
-        steps = self.most_steps and self.most_steps + HELD_OUT
-        return steps * max(TUNE_TOKENS // self.sequence_length, 1)
+        return tuning_rows(self.most_steps, self.sequence_length)[2]
 
     @property
     def calibration_rows(self) -> int:

@@ -168,14 +168,15 @@ class CalibrationSettings:
         return FIRST_WEIGHT if self.first_tokens < 0 else self.first_tokens
 
 
-TUNE_TOKENS = 1024
-"""Tokens of a step of tuning."""
+TUNE_TOKENS = 256, 1024
+"""Tokens of a step of tuning: rows of up to 256 tokens together, or one of any length. A step of more than
+1,024 tokens counts as one of 1,024."""
 
-HELD_OUT = 8
-"""Steps' worth of tokens that decide whether a tuning is taken."""
+HELD_OUT = 8192
+"""Tokens that decide whether a tuning is taken, or 8 rows."""
 
-STEPS = {"fast": 0, "good": 32, "best": 128}
-"""Steps of tuning by effort."""
+TOKENS = {"fast": 0, "good": 1 << 15, "best": 1 << 17}
+"""Tokens of tuning by effort."""
 
 AUTO_BITS = 3  # and below: the rounding loses enough for the tuning to pay
 BEST_SAMPLES = 256  # calibration sequences of the best effort, at least
@@ -188,22 +189,22 @@ class TuningSettings:
 
     effort: str = setting(
         "auto",
-        "time for quality at the same bytes: fast: the rounding alone; good: 32 steps of tuning; best: 128, "
-        "and 256 calibration sequences at least; auto: good at 3 bits and below, else fast",
-        ("auto", *STEPS),
+        "time for quality at the same bytes: fast: the rounding alone; good: tuning on 32,768 tokens; best: "
+        "on 131,072, and 256 calibration sequences at least; auto: good at 3 bits and below, else fast",
+        ("auto", *TOKENS),
     )
     tune: int = setting(
         -1,
-        "steps in which scales and norms learn end to end from the original, on fresh text; the codes stay. "
-        "0: none; -1: as effort says",
+        "steps in which scales and norms learn end to end from the original, on fresh text, a row each or "
+        "rows of 256 tokens together; the codes stay. 0: none; -1: as effort says",
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("tune", self.tune, -1, 2**20, "0 (none) or more, or -1 (as effort says)")
 
-    def steps(self, method: str, bits: float) -> int:
-        """Steps of tuning behind a method whose codes have ``bits`` bits.
+    def steps(self, method: str, bits: float, length: int) -> int:
+        """Steps of tuning behind a method whose codes have ``bits`` bits, with rows of ``length`` tokens.
 
         Of effort "auto": none behind a method that reads no text, and none behind training.
         """
@@ -211,8 +212,20 @@ class TuningSettings:
             return self.tune
         if self.effort == "auto":
             tuned = bits <= AUTO_BITS and method not in ("rtn", "smoothquant", "qat")
-            return STEPS["good" if tuned else "fast"]
-        return STEPS[self.effort]
+            return tuning_steps("good" if tuned else "fast", length)
+        return tuning_steps(self.effort, length)
+
+
+def tuning_steps(effort: str, length: int) -> int:
+    """Steps of tuning with rows of ``length`` tokens."""
+    shortest, longest = TUNE_TOKENS
+    return TOKENS[effort] // min(max(length, shortest), longest)
+
+
+def tuning_rows(steps: int, length: int) -> tuple[int, int, int]:
+    """Rows of a step of tuning, rows that decide, and those of the whole tuning; none without steps."""
+    step, decide = max(TUNE_TOKENS[0] // length, 1), max(HELD_OUT // length, 8)
+    return (step, decide, steps * step + decide) if steps else (0, 0, 0)
 
 
 def tuning_memory(parameters: float, rounded: float) -> float:

@@ -47,9 +47,10 @@ from attar.quantization.settings import (
     QATSettings,
     QuantizeSettings,
     SparseGPTQSettings,
+    tuning_rows,
 )
 from attar.quantization.transforms.apply import apply_transforms
-from attar.quantization.tuning import training_rows, tuned, with_tuning
+from attar.quantization.tuning import tuned, with_tuning
 from attar.quantization.write import loads_in, warnings, write
 from attar.sparsity import STORED_AS_CODES, Sparsity, zeros_statement
 
@@ -203,7 +204,7 @@ def _records(
         return []
     sizes = settings.calibration
     tokenizer, length = load_tokenizer(checkpoint), row_length(sizes.sequence_length, checkpoint.config)
-    tuned = training_rows(settings, length)[1] if settings.tuning.tune else 0
+    *_, tuned = tuning_rows(settings.tuning.tune, length)
     reads = [(COMPRESSION, sizes.samples + tuned)]
     if isinstance(settings.rounding, QATSettings):
         reads.append(("train", settings.rounding.steps * sizes.batch_size))

@@ -31,7 +31,7 @@ from attar.quantization.grids import QuantizedTensor
 from attar.quantization.methods.tune import RATE, RATES, WARMUP, original_states, tunable_norms, tune
 from attar.quantization.plan import QuantizationPlan
 from attar.quantization.quantization_method import RoundedModel, RoundingTask
-from attar.quantization.settings import BEST_SAMPLES, HELD_OUT, TUNE_TOKENS, QuantizeSettings, tuning_memory
+from attar.quantization.settings import BEST_SAMPLES, QuantizeSettings, tuning_memory, tuning_rows
 from attar.walks.distributed import agreed_precision
 from attar.walks.settings import TrainSettings
 
@@ -47,12 +47,6 @@ class TunedCodes:
         return self.weights[self.stored[stored]]
 
 
-def training_rows(settings: QuantizeSettings, length: int) -> tuple[int, int]:
-    """Rows of a step, and of the whole tuning with those that decide."""
-    rows = max(TUNE_TOKENS // length, 1)
-    return rows, rows * (settings.tuning.tune + HELD_OUT)
-
-
 def with_tuning(
     settings: QuantizeSettings, plan: QuantizationPlan, checkpoint: Checkpoint, progress: Progress
 ) -> QuantizeSettings:
@@ -64,7 +58,9 @@ def with_tuning(
         SettingsError: the model has no head of logits (an encoder, say).
         MemoryNeededError: the model does not fit in memory as a whole.
     """
-    steps, calibration = settings.tuning.steps(settings.method, code_bits(plan)), settings.calibration
+    calibration = settings.calibration
+    length = row_length(calibration.sequence_length, checkpoint.config)
+    steps = settings.tuning.steps(settings.method, code_bits(plan), length)
     if settings.tuning.effort == "best" and calibration.samples < BEST_SAMPLES:
         settings = replace(settings, calibration=replace(calibration, samples=BEST_SAMPLES))
     if steps:
@@ -113,7 +109,7 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
     if head_of(model) is None:
         raise SettingsError("tune", steps, "0: the logits of this model are not made by one plain Linear")
     length = row_length(settings.calibration.sequence_length, checkpoint.config)
-    rows, total = training_rows(settings, length)
+    rows, decide, total = tuning_rows(steps, length)
     read = settings.calibration.samples
     packed = pack(
         load_tokenizer(checkpoint),
@@ -125,7 +121,7 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
         bos=settings.bos,
     ).rows
     packed = packed[read:] if len(packed) >= read + 2 * rows else packed  # fresh text where there is enough
-    held_out = min(rows * HELD_OUT, len(packed) // 2)
+    held_out = min(decide, len(packed) // 2)
     if not held_out:
         hint = "more text, a smaller --sequence-length, or --tune 0"
         raise DataError(f"{settings.data}: one row of {length} tokens is too few to tune on", hint=hint)

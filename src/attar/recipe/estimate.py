@@ -19,10 +19,10 @@ from attar.pruning.settings import MixedSettings, PruneSettings, UnitSettings, Z
 from attar.quantization.settings import (
     GPTQ_KIN,
     OPTION_TOKENS,
-    TUNE_TOKENS,
     AutoRoundSettings,
     QATSettings,
     QuantizeSettings,
+    tuning_rows,
 )
 from attar.recipe.costs import (
     CRITERION_PASSES,
@@ -273,7 +273,9 @@ def _quantizing(settings: QuantizeSettings) -> Work:
         work += Work(text=text) + _rounding(cost, tokens, learned, *options)
         if calibration.first_tokens < 0 and not settings.amount:
             work += Work(learned=float(MEASURED_ROWS * calibration.sequence_length))
-    return work + _tuning(settings.tuning.steps(settings.method, bits_of(settings.storage)), settings.data)
+    length = calibration.sequence_length
+    steps = settings.tuning.steps(settings.method, bits_of(settings.storage), length)
+    return work + _tuning(steps, length, settings.data)
 
 
 def rounded_options() -> Work:
@@ -284,10 +286,13 @@ def rounded_options() -> Work:
     return work
 
 
-def _tuning(steps: int, data: str) -> Work:
+def _tuning(steps: int, length: int, data: str) -> Work:
     """Scales and norms that learn behind a rounding."""
-    tuned = float(steps * TUNE_TOKENS)
-    return Work(read=tuned, learned=tuned, text=_text(data, tuned)) if steps else Work()
+    step, decide, rows = tuning_rows(steps, length)
+    tokens, learned = float(rows * length), float(steps * step * length)
+    if not steps:
+        return Work()
+    return Work(read=tokens + 2 * decide * length, learned=learned, text=_text(data, tokens))
 
 
 def _rounding(cost: MethodCost, tokens: float, learned: float, scales: str = "auto", refine: int = 0) -> Work:
@@ -308,7 +313,7 @@ def _sweep(cost: MethodCost, tokens: float) -> Work:
 def _exporting(settings: ExportSettings) -> Work:
     """An export's work with text."""
     tokens = float(settings.calibration_rows * settings.sequence_length)
-    tuning = _tuning(settings.most_steps, settings.data)
+    tuning = _tuning(settings.most_steps, settings.sequence_length, settings.data)
     if not tokens:
         return tuning
     text = _text(settings.data, tokens)

@@ -20,7 +20,7 @@ from attar.errors import MemoryNeededError
 from attar.measure.settings import EvaluateSettings
 from attar.memory import free_memory
 from attar.pruning.settings import PruneSettings
-from attar.quantization.settings import TUNE_TOKENS, QuantizeSettings, tuning_memory
+from attar.quantization.settings import QuantizeSettings, tuning_memory, tuning_rows
 from attar.recipe.costs import (
     GRADIENTS,
     METHOD_COSTS,
@@ -66,9 +66,10 @@ def memory_needs(
         case QuantizeSettings(calibration=text):
             tokens = text.samples * text.sequence_length
             swept = _sweep(source, METHOD_COSTS[settings.method], tokens)
-            tuned = 0.0
-            if settings.tuning.steps(settings.method, bits_of(settings.storage)):
-                tuned = tuning_memory(source.parameters, source.blocks) + _activations(TUNE_TOKENS, source)
+            tuned, length = 0.0, text.sequence_length
+            if steps := settings.tuning.steps(settings.method, bits_of(settings.storage), length):
+                tuned = tuning_memory(source.parameters, source.blocks)
+                tuned += _activations(tuning_rows(steps, length)[0] * length, source)
             return max(swept, tuned), result.bytes
     return _stream(stage, source), 0.0
 

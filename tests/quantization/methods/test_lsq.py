@@ -109,6 +109,31 @@ def test_what_is_trained_is_what_is_stored(name):
     assert torch.allclose(again, parameters.scale, rtol=0.07 if parameters.stored else 0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("name", [*GRIDS, "int4 zero"])
+def test_fixed_codes_have_the_gradient_of_the_definition_and_keep_only_codes(name):
+    grid = GRIDS.get(name) or IntGrid(4, 16, symmetric=False)
+    weight, upstream = values(8, 64), values(8, 64, seed=5)
+    base = grid.choose(weight)
+    codes = grid.quantize(weight, base).codes
+    scale = base.scale.clone().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda part: kept.append(part) or part, lambda part: part):
+        decoded = lsq.decode_weight(codes, scale, grid, base.zero)
+    decoded.backward(upstream)
+    assert [part.dtype for part in kept if part.numel() == codes.numel()] == [codes.dtype]
+
+    exact = base.scale.double().requires_grad_()
+    levels = grid.level(grid.tile(codes)).double()
+    levels = levels if base.zero is None else levels - base.zero.double()[:, None, :, None]
+    (levels * exact[:, None, :, None] * grid.tile(upstream).double()).sum().backward()
+    factor = lsq.gradient_factor(codes.numel() // base.scale.numel(), limits(grid)[1])
+    assert torch.allclose(scale.grad.double(), factor * exact.grad, rtol=1e-4, atol=1e-5)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        product = lsq.decode_weight(codes, scale, grid, base.zero)
+    assert product.dtype == torch.bfloat16 and torch.equal(product, decoded.bfloat16())
+
+
 def test_weights_of_uneven_levels_pass_the_gradient_between_the_ends():
     grid = NF4Grid(4)
     weight = torch.tensor([[0.3, -0.2, 1.5, -1.5]], requires_grad=True)

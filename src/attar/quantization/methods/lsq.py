@@ -61,19 +61,47 @@ def quantize_weight(weight: Tensor, scale: Tensor, grid: Grid, zero: Tensor | No
     return grid.untile(quantized, (weight.shape[0], weight.shape[1]))
 
 
+class _Decode(torch.autograd.Function):  # type: ignore[misc]
+    """v^ = s (level - z) of fixed codes, and ds = sum of dv^ (level - z) over a tile. The levels are made of
+    the codes again in the backward pass, which keeps nothing else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scale: Tensor, zero: Tensor | None, codes: Tensor, grid: Grid, kind: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(zero, codes)
+        ctx.grid = grid
+        values = _levels(codes, zero, grid) * scale[:, None, :, None]
+        return grid.untile(values.to(grid.storage).to(kind), (codes.shape[0], codes.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        zero, codes = ctx.saved_tensors
+        products = _levels(codes, zero, ctx.grid) * ctx.grid.tile(upstream[0])
+        return products.sum((1, 3)), None, None, None, None
+
+
+def _levels(codes: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
+    """level - z of the codes (N, K), in tiles (P, r, G, c)."""
+    levels = grid.level(grid.tile(codes))
+    return levels if zero is None else levels - zero[:, None, :, None]
+
+
 def decode_weight(codes: Tensor, scale: Tensor, grid: Grid, zero: Tensor | None = None) -> Tensor:
-    """The weight of fixed codes, float32 (N, K), with gradients to scale and zero.
+    """The weight of fixed codes (N, K), with a gradient to scale: float32, or in the type of autocast's
+    products, in which it will be read.
 
     Args:
         codes: (N, K).
         scale: s (P, G), not 0, before it is rounded to its stored form.
-        zero: (P, G), before it is rounded to a code.
+        grid: the number format; one without a minimum.
+        zero: (P, G), before it is rounded to a code; it does not learn.
     """
-    shape = (codes.shape[0], codes.shape[1])
-    parameters = stored(scale, grid, shape, zero)
-    spread = parameters.map(lambda value: value[:, None, :, None])
-    values = grid.decode(grid.tile(codes), spread)
-    return grid.untile(through(values, values.detach().to(grid.storage).float()), shape)
+    parameters = stored(scale, grid, (codes.shape[0], codes.shape[1]), zero)
+    device = codes.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    weight: Tensor = _Decode.apply(parameters.scale, parameters.zero, codes, grid, kind)
+    return weight
 
 
 def stored(

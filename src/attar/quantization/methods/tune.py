@@ -34,7 +34,7 @@ from attar.walks.settings import TrainSettings
 from attar.walks.train import TrainHistory, train
 
 CHUNK = 1 << 24  # logits that exist at once
-RATES = {2: 3e-3, 3: 2e-3}
+RATES = {2: 4e-3, 3: 2e-3}
 RATE = 1e-3
 """Learning rates by bits, rounded down, and above: on SmolLM2-135M-Instruct 1e-2 diverges at 3 bits."""
 
@@ -164,6 +164,7 @@ def tune(
     """
     head = head_of(model)
     assert head is not None, "the caller looks for the head"
+    head = head.to(torch.bfloat16 if settings.precision == "bf16" else torch.float32)
     model.requires_grad_(False)
     quantizers = {name: _attach(linear_of(model, name), stored) for name, stored in quantized.items()}
     for name in norms:
