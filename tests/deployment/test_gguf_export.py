@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.tensors import read_tensor
+from attar.deployment import stage
 from attar.deployment.importance import InputImportance
 from attar.deployment.importance import entries_of as importance_entries
 from attar.deployment.settings import ExportSettings
@@ -35,8 +36,8 @@ CALIBRATION = {"samples": 8, "sequence_length": 32, "batch_size": 4, "precision"
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch):
     """Steps of tuning of a few tokens."""
-    monkeypatch.setattr(settings_module, "TUNE_TOKENS", (64, 64))
-    monkeypatch.setitem(settings_module.TOKENS, "good", 32 * 64)
+    monkeypatch.setattr(settings_module, "STEP_TOKENS", (64, 64))
+    monkeypatch.setitem(settings_module.TUNE_TOKENS, "good", 32 * 64)
 
 
 @pytest.fixture
@@ -119,6 +120,24 @@ def test_numbers_of_blocks_and_norms_are_tuned_at_the_same_bytes(wide, tmp_path,
 
 
 @pytest.mark.slow
+def test_the_record_has_the_rows_that_tuning_reads_of_a_short_context(tmp_path, monkeypatch):
+    """Rows are cut at the context, so tuning reads more of them than of rows of the given length."""
+    short = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    recorded = []
+    monkeypatch.setattr(
+        stage, "record", lambda *_, length, rows: recorded.append((length, rows)) or {"stage": "export"}
+    )
+    monkeypatch.setattr(stage, "note_texts", lambda *_: None)
+    chosen = settings(type="Q3_K_S", effort="good", **CALIBRATION | {"sequence_length": 512})
+    export(save(tmp_path / "model", **short), tmp_path / "out.gguf", chosen)
+    assert recorded == [(64, 8 + 32 + 8192 // 64)]
+
+
 def test_a_quantized_model_is_tuned_to_what_it_computes(wide, tmp_path):
     export(wide, tmp_path / "q4.gguf", settings(type="Q4_K_S"))
     tuned = settings(type="Q3_K_S", effort="good", **CALIBRATION)

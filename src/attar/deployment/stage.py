@@ -147,7 +147,7 @@ def _recorded(
 
     length = row_length(settings.sequence_length, source.config)
     try:
-        tokenizer, rows = load_tokenizer(source), settings.text_rows
+        tokenizer, rows = load_tokenizer(source), replace(settings, sequence_length=length).text_rows
         read = record("export", tokenizer, settings, COMPRESSION, length=length, rows=rows)
     except DataError as error:
         plain = replace(settings, imatrix="none")
