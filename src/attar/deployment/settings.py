@@ -13,7 +13,7 @@ from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.options import check_choices, setting
 from attar.patterns import RegexError, check
-from attar.quantization.settings import AUTO_BITS, TOKENS, tuning_rows, tuning_steps
+from attar.quantization.settings import AUTO_BITS, TUNE_TOKENS, tuning_rows, tuning_steps
 from attar.walks.settings import check_range
 
 VERSION = 5
@@ -95,7 +95,7 @@ class ExportSettings:
         "float16 scales, norms and biases learn end to end from the original, on 32,768 or 131,072 tokens; "
         "fast: none; auto: good behind a rounding that reads text where most weights have 3 bits, "
         "else fast",
-        choices=("auto", *TOKENS),
+        choices=("auto", *TUNE_TOKENS),
     )
     imatrix: str = setting(
         "auto",

@@ -168,14 +168,14 @@ class CalibrationSettings:
         return FIRST_WEIGHT if self.first_tokens < 0 else self.first_tokens
 
 
-TUNE_TOKENS = 256, 1024
+STEP_TOKENS = 256, 1024
 """Tokens of a step of tuning: rows of up to 256 tokens together, or one of any length. A step of more than
 1,024 tokens counts as one of 1,024."""
 
 HELD_OUT = 8192
 """Tokens that decide whether a tuning is taken, or 8 rows."""
 
-TOKENS = {"fast": 0, "good": 1 << 15, "best": 1 << 17}
+TUNE_TOKENS = {"fast": 0, "good": 1 << 15, "best": 1 << 17}
 """Tokens of tuning by effort."""
 
 AUTO_BITS = 3  # and below: the rounding loses enough for the tuning to pay
@@ -191,7 +191,7 @@ class TuningSettings:
         "auto",
         "time for quality at the same bytes: fast: the rounding alone; good: tuning on 32,768 tokens; best: "
         "on 131,072, and 256 calibration sequences at least; auto: good at 3 bits and below, else fast",
-        ("auto", *TOKENS),
+        ("auto", *TUNE_TOKENS),
     )
     tune: int = setting(
         -1,
@@ -218,14 +218,14 @@ class TuningSettings:
 
 def tuning_steps(effort: str, length: int) -> int:
     """Steps of tuning with rows of ``length`` tokens."""
-    shortest, longest = TUNE_TOKENS
-    return TOKENS[effort] // min(max(length, shortest), longest)
+    shortest, longest = STEP_TOKENS
+    return TUNE_TOKENS[effort] // min(max(length, shortest), longest)
 
 
 def tuning_rows(steps: int, length: int) -> tuple[int, int, int]:
-    """Rows of a step of tuning, rows that decide, and those of the whole tuning; none without steps."""
-    step, decide = max(TUNE_TOKENS[0] // length, 1), max(HELD_OUT // length, 8)
-    return (step, decide, steps * step + decide) if steps else (0, 0, 0)
+    """Rows of a step of tuning, held-out rows, and those of the whole tuning; none without steps."""
+    step, held_out = max(STEP_TOKENS[0] // length, 1), max(HELD_OUT // length, 8)
+    return (step, held_out, steps * step + held_out) if steps else (0, 0, 0)
 
 
 def tuning_memory(parameters: float, rounded: float) -> float:

@@ -109,7 +109,7 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
     if head_of(model) is None:
         raise SettingsError("tune", steps, "0: the logits of this model are not made by one plain Linear")
     length = row_length(settings.calibration.sequence_length, checkpoint.config)
-    rows, decide, total = tuning_rows(steps, length)
+    rows, held_out, total = tuning_rows(steps, length)
     read = settings.calibration.samples
     packed = pack(
         load_tokenizer(checkpoint),
@@ -121,7 +121,7 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
         bos=settings.bos,
     ).rows
     packed = packed[read:] if len(packed) >= read + 2 * rows else packed  # fresh text where there is enough
-    held_out = min(decide, len(packed) // 2)
+    held_out = min(held_out, len(packed) // 2)
     if not held_out:
         hint = "more text, a smaller --sequence-length, or --tune 0"
         raise DataError(f"{settings.data}: one row of {length} tokens is too few to tune on", hint=hint)

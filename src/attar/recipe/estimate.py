@@ -288,11 +288,11 @@ def rounded_options() -> Work:
 
 def _tuning(steps: int, length: int, data: str) -> Work:
     """Scales and norms that learn behind a rounding."""
-    step, decide, rows = tuning_rows(steps, length)
+    step, held_out, rows = tuning_rows(steps, length)
     tokens, learned = float(rows * length), float(steps * step * length)
     if not steps:
         return Work()
-    return Work(read=tokens + 2 * decide * length, learned=learned, text=_text(data, tokens))
+    return Work(read=tokens + 2 * held_out * length, learned=learned, text=_text(data, tokens))
 
 
 def _rounding(cost: MethodCost, tokens: float, learned: float, scales: str = "auto", refine: int = 0) -> Work:

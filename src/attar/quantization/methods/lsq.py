@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
+from attar.models.head import product_type
 from attar.quantization.grids import Grid, IntGrid, TileParameters
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.grid import stored_scale
@@ -62,8 +63,8 @@ def quantize_weight(weight: Tensor, scale: Tensor, grid: Grid, zero: Tensor | No
 
 
 class _Decode(torch.autograd.Function):  # type: ignore[misc]
-    """v^ = s (level - z) of fixed codes, and ds = sum of dv^ (level - z) over a tile. The levels are made of
-    the codes again in the backward pass, which keeps nothing else."""
+    """v^ = s (level - z) of fixed codes, and ds = sum of dv^ (level - z) over a tile. The backward
+    pass computes the levels again from the codes, and keeps nothing else."""
 
     @staticmethod
     def forward(
@@ -98,9 +99,7 @@ def decode_weight(codes: Tensor, scale: Tensor, grid: Grid, zero: Tensor | None 
         zero: (P, G), before it is rounded to a code; it does not learn.
     """
     parameters = stored(scale, grid, (codes.shape[0], codes.shape[1]), zero)
-    device = codes.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    weight: Tensor = _Decode.apply(parameters.scale, parameters.zero, codes, grid, kind)
+    weight: Tensor = _Decode.apply(parameters.scale, parameters.zero, codes, grid, product_type(scale))
     return weight
 
 
