@@ -365,6 +365,8 @@ def main() -> None:
     if unknown := [peer for peer in args.peers if peer not in PEER_METHODS]:
         raise SystemExit(f"no peer {unknown[0]!r}; there are {', '.join(PEER_METHODS)}")
     cache = read_cache(args.cache)
+    if args.work is not None:
+        args.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         for name in args.models:
             print(run_model(name, args, cache, Path(work)), end="\n\n", flush=True)

@@ -26,10 +26,10 @@ def layer(seed=0):
     return torch.randn(N, K, generator=g) * 0.1 / size.sqrt(), X
 
 
-def solver(method, act_order, names=("layer",)):
+def solver(method, act_order, names=("layer",), **options):
     g = torch.Generator().manual_seed(1)
     H_O = torch.randn(N, 4 * N, generator=g)
-    settings = quantize_settings(method=method, act_order=act_order).rounding
+    settings = quantize_settings(method=method, act_order=act_order, **options).rounding
     curvature = (lambda _: H_O @ H_O.T) if method == "yaqa" else None
     return LayerSolver(dict.fromkeys(names, GRID), METHODS[method], settings, output_hessian=curvature)
 
@@ -68,6 +68,19 @@ def test_weights_and_statistics_are_not_modified(method, act_order):
     got = ours.solve({"layer": W}, seen)["layer"]
     assert torch.equal(W, before) and torch.equal(seen.final(), H)
     assert got.weight.data_ptr() != W.data_ptr()
+
+
+@pytest.mark.parametrize("method", ["gptaq", "qronos"])
+def test_a_part_of_what_the_layers_before_lost_is_made_up_for(method):
+    W, X = layer()
+    gptq = solver("gptq", "static")
+    wanted = gptq.solve({"layer": W}, statistics(gptq, X))["layer"].tensors["codes"]
+    apart = {}
+    for part in (0.0, 0.5, 1.0):
+        ours = solver(method, "static", correct=part)
+        codes = ours.solve({"layer": W}, statistics(ours, X))["layer"].tensors["codes"]
+        apart[part] = float((codes != wanted).float().mean())
+    assert apart[0.0] < 0.01 and 0.02 < apart[0.5] < apart[1.0]
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -29,7 +29,7 @@ from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.yaqa import yaqa
 from attar.quantization.quantization_method import QuantizationMethod
-from attar.quantization.settings import AWQSettings, GPTQSettings, SparseGPTQSettings
+from attar.quantization.settings import AWQSettings, CorrectingSettings, GPTQSettings, SparseGPTQSettings
 from attar.quantization.transforms.awq import search_clip
 from attar.sparsity import Sparsity
 from attar.walks.solvers import LinearSolver, Solution
@@ -124,7 +124,10 @@ class LayerSolver(LinearSolver):
         shared = {"H": H, "damp": damp, "act_order": act_order, "factor": factor}
         if self.sparsity is not None:
             shared["sparsity"] = self.sparsity
-        return shared | ({"cross": statistics.cross()} if isinstance(statistics, CrossHessian) else {})
+        if isinstance(statistics, CrossHessian):
+            assert isinstance(self.settings, CorrectingSettings)
+            shared["cross"] = statistics.cross().lerp_(H, 1.0 - self.settings.correct)
+        return shared
 
     def _layer_arguments(self, stack: StackedLayers) -> dict[str, Any]:
         """The solver's arguments of one stack."""

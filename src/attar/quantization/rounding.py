@@ -43,6 +43,7 @@ from attar.quantization.settings import (
     AutoRoundSettings,
     AWQSettings,
     CalibrationSettings,
+    CorrectingSettings,
     GPTQSettings,
     QATSettings,
     QuantizeSettings,
@@ -363,10 +364,10 @@ METHODS: dict[str, QuantizationMethod] = {
         SparseGPTQSettings, round_layers, gptq, stacked=True, refined=True, search_below=FEW
     ),
     "gptaq": QuantizationMethod(
-        GPTQSettings, round_layers, gptaq, original_inputs=True, refined=True, search_below=FEW
+        CorrectingSettings, round_layers, gptaq, original_inputs=True, refined=True, search_below=FEW
     ),
     "qronos": QuantizationMethod(
-        GPTQSettings, round_layers, qronos, original_inputs=True, refined=True, search_below=FEW
+        CorrectingSettings, round_layers, qronos, original_inputs=True, refined=True, search_below=FEW
     ),
     "yaqa": QuantizationMethod(
         YAQASettings, round_layers, solve_yaqa, original_inputs=True, search_below=FEW

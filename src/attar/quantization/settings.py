@@ -286,7 +286,7 @@ class AWQSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTQSettings:
-    """Round with the layer's Hessian: gptaq, qronos."""
+    """Round with the layer's Hessian."""
 
     smoothing: ClassVar[str] = "none"
 
@@ -331,7 +331,22 @@ class SparseGPTQSettings(GPTQSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class YAQASettings(GPTQSettings):
+class CorrectingSettings(GPTQSettings):
+    """Round with the layer's Hessian towards the original model's output: gptaq, qronos."""
+
+    correct: float = setting(
+        0.5,
+        "fraction of what the layers before have lost that a layer makes up for: 1 is the best for text like "
+        "the calibration's, 0 for other text",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("correct", self.correct, 0.0, 1.0, "between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class YAQASettings(CorrectingSettings):
     """Round with the model's Hessian."""
 
     rounds: int = setting(1, "power iterations for the Kronecker factors")
@@ -379,8 +394,8 @@ METHOD_SETTINGS: dict[str, type] = {
     "smoothquant": SmoothQuantSettings,
     "awq": AWQSettings,
     "gptq": SparseGPTQSettings,
-    "gptaq": GPTQSettings,
-    "qronos": GPTQSettings,
+    "gptaq": CorrectingSettings,
+    "qronos": CorrectingSettings,
     "yaqa": YAQASettings,
     "autoround": AutoRoundSettings,
     "qat": QATSettings,
