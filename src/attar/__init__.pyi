@@ -485,7 +485,7 @@ def quantize(
     refine: int = 4,
     damp: float = 0.01,
     sparsity: float | str = 0.0,
-    correct: float = 0.5,
+    correct: float = 0.25,
     rounds: int = 1,
     iterations: int = 200,
     start: Literal["auto", "rtn", "gptq"] = "auto",

@@ -335,7 +335,7 @@ class CorrectingSettings(GPTQSettings):
     """Round with the layer's Hessian towards the original model's output: gptaq, qronos."""
 
     correct: float = setting(
-        0.5,
+        0.25,
         "fraction of what the layers before have lost that a layer makes up for: 1 is the best for text like "
         "the calibration's, 0 for other text",
     )
