@@ -138,6 +138,7 @@ def test_the_record_has_the_rows_that_tuning_reads_of_a_short_context(tmp_path, 
     assert recorded == [(64, 8 + 32 + 8192 // 64)]
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_tuned_to_what_it_computes(wide, tmp_path):
     export(wide, tmp_path / "q4.gguf", settings(type="Q4_K_S"))
     tuned = settings(type="Q3_K_S", effort="good", **CALIBRATION)

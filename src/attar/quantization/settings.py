@@ -336,8 +336,8 @@ class CorrectingSettings(GPTQSettings):
 
     correct: float = setting(
         0.25,
-        "fraction of what the layers before have lost that a layer makes up for: 1 is the best for text like "
-        "the calibration's, 0 for other text",
+        "fraction of what the layers before have lost that a layer makes up for; 1: all, which fits the "
+        "calibration's text; 0: none, which loses least on other text",
     )
 
     def __post_init__(self) -> None:

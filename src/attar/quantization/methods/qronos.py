@@ -41,7 +41,6 @@ def qronos(
     parameters: TileParameters | None = None,
     damp: float = 0.01,
     act_order: bool = True,
-    alpha: float = 1.0,
     mask: Tensor | None = None,
     factor: HessianFactor | None = None,
 ) -> RoundingResult:
@@ -55,7 +54,6 @@ def qronos(
         parameters: of each tile; None: what the grid chooses for W.
         damp: lambda as a fraction of the mean of H's diagonal.
         act_order: columns in descending order of H_ii.
-        alpha: fraction of the difference C - H that is corrected, 0 (GPTQ) to 1 (the paper).
         mask: bool (N, K); False: the weight is zero and stays zero.
         factor: of H, damped and ordered already; None: computed here.
 
@@ -64,7 +62,7 @@ def qronos(
     """
     W = weight.float().clone()
     check_finite(W, H, cross)
-    missing = alpha * (W @ (cross.float() - H.float()))
+    missing = W @ (cross.float() - H.float())
     factor = factor or factorize(H, damp, act_order)
     parameters = parameters or grid.choose(W, importance=factor.diagonal)
     order, U = factor.order, factor.U
