@@ -60,8 +60,8 @@ def test_portions_follow_the_memory_and_change_no_code(
     assert all(torch.equal(quantized.load(name), wanted[name]) for name in wanted)
     assert len(loads) == 1
     assert [line for line in progress.lines if line.startswith("yaqa: ")] == [
-        f"yaqa: {2 * portions} backward passes over the whole model: 14 layers in {portions} "
-        f"portion{'s' if portions > 1 else ''}, 2 batches each"
+        f"yaqa: {4 * portions} backward passes over the whole model: 14 layers in {portions} "
+        f"portion{'s' if portions > 1 else ''}, 4 sequences each"
     ]
 
 

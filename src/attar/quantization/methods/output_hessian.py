@@ -50,7 +50,7 @@ class OutputHessian:
     ) -> None:
         self.checkpoint, self.rounds, self.seed, self.device = checkpoint, rounds, seed, device
         self.layers = list(plan.sites.values())
-        self.batches = batches[: max(ROWS // len(batches[0]), 1)]
+        self.rows = torch.cat(list(batches))[:ROWS].split(1)  # memory of one row's logits
         self.folder, self.progress = work / "curvature", progress
 
     def __call__(self, name: str) -> Tensor:
@@ -66,10 +66,10 @@ class OutputHessian:
         self.folder.mkdir(parents=True, exist_ok=True)
         model = unstack(load_model(self.checkpoint, dtype=torch.float32, device=self.device))
         parts = portions(missing, max(LEAST, free_memory(self.device) // 2), self.rounds)
-        passes = len(parts) * self.rounds * len(self.batches)
+        passes = len(parts) * self.rounds * len(self.rows)
         self.progress.log(
             f"yaqa: {passes} backward passes over the whole model: {len(missing)} layers in {len(parts)} "
-            f"portion{'s' if len(parts) > 1 else ''}, {len(self.batches)} batches each"
+            f"portion{'s' if len(parts) > 1 else ''}, {len(self.rows)} sequences each"
         )
         for names in parts:
             self._collect(model, names, precision)
@@ -78,7 +78,7 @@ class OutputHessian:
         fast = resolve(precision, self.device, self.folder) == "bf16"
         factors = collect(
             model,
-            self.batches,
+            self.rows,
             names,
             rounds=self.rounds,
             seed=self.seed,
