@@ -278,9 +278,9 @@ MUTANTS = (
     ),
     M(
         "quantization/settings.py",
-        "tuned = bits <= AUTO_BITS and",
-        "tuned = bits < AUTO_BITS and",
-        "quantization/test_tuning.py",
+        "if bits <= AUTO_BITS and",
+        "if bits < AUTO_BITS and",
+        "quantization/test_effort.py",
     ),
     M(
         "quantization/layerwise.py",

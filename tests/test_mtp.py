@@ -308,12 +308,16 @@ def mtp_error(folder: Path, written: Checkpoint) -> float:
 CALIBRATED: dict[str, Any] = {"data": DATA, "samples": 16, "sequence_length": 64, "check_tokens": 0}
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_next", marks=pytest.mark.slow),
-                                    pytest.param("deepseek_v3", marks=pytest.mark.slow)])  # fmt: skip
-def test_a_method_rounds_it_with_the_states_that_feed_it(family, models, tmp_path):
+@pytest.mark.parametrize(("family", "method"), [
+    ("qwen2", "gptq"),
+    ("qwen2", "yaqa"),
+    pytest.param("qwen3_next", "gptq", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", "gptq", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_method_rounds_it_with_the_states_that_feed_it(family, method, models, tmp_path):
     options = {"scheme": "W4A16", "group_size": 32, "check_tokens": 0}
     nearest = quantize(models[family], tmp_path / "rtn", method="rtn", **options)
-    solved = quantize(models[family], tmp_path / "gptq", method="gptq", **{**options, **CALIBRATED})
+    solved = quantize(models[family], tmp_path / "out", method=method, **{**options, **CALIBRATED})
     assert mtp_error(models[family], solved) < 0.9 * mtp_error(models[family], nearest)
     rows = solved.card.details["mtp"]
     coded = {name.removesuffix(".weight") for name in solved.mtp if name.endswith("packed")}

@@ -478,12 +478,12 @@ def quantize(
     ignore: Sequence[str] = (),
     overrides: Sequence[str] = (),
     method: Literal[
-        "rtn", "smoothquant", "awq", "gptq", "gptaq", "qronos", "yaqa", "autoround", "qat"
-    ] = "gptq",
+        "auto", "rtn", "smoothquant", "awq", "gptq", "gptaq", "qronos", "yaqa", "autoround", "qat"
+    ] = "auto",
     scales: Literal["auto", "absmax", "percentile", "mse", "output"] = "auto",
-    act_order: Literal["off", "static", "group"] = "static",
     refine: int = 4,
     damp: float = 0.01,
+    act_order: Literal["off", "static", "group"] = "static",
     sparsity: float | str = 0.0,
     correct: float = 0.25,
     rounds: int = 1,

@@ -82,5 +82,7 @@ def test_sparsity_is_a_fraction_or_a_pattern_of_gptq():
     for wrong in ("4:4", 1.0, -0.5, "many"):
         with pytest.raises(SettingsError, match="sparsity"):
             quantize_settings(sparsity=wrong)
-    with pytest.raises(SettingsError, match=r"sparsity.*left out with method rtn: it belongs to gptq"):
+    with pytest.raises(
+        SettingsError, match=r"sparsity.*left out with method rtn: it belongs to auto and gptq"
+    ):
         quantize_settings(method="rtn", sparsity="2:4")

@@ -8,20 +8,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertForSequenceClassification
 
 import attar
-from attar import memory
-from attar.checkpoint import open_checkpoint
-from attar.errors import DataError, MemoryNeededError, SettingsError
-from attar.progress import SILENT, Silent
+from attar.errors import DataError, SettingsError
 from attar.quantization import quantization_method, tuning
 from attar.quantization.calibration import batches_of
 from attar.quantization.methods.tune import original_states
-from attar.quantization.plan import plan
 from attar.quantization.settings import quantize_settings, tuning_rows
 from tests import tiny_models
 
 TEXTS = [f"def area_{i}(width, height):\n    return width * height + {i}\n" * 6 for i in range(120)]
 SMALL = {
     "scheme": "W2A16",
+    "method": "gptq",
     "group_size": 32,
     "samples": 4,
     "batch_size": 2,
@@ -69,54 +66,11 @@ def test_what_is_no_nearer_is_not_taken(model, plain, tmp_path, monkeypatch):
         assert torch.equal(tensor, plain[name]), name
 
 
-@pytest.mark.parametrize(
-    ("options", "bits", "length", "steps"),
-    [
-        ({}, 3, 512, 64),
-        ({}, 4, 512, 0),
-        ({"method": "rtn"}, 2, 512, 0),
-        ({"method": "qat"}, 2, 512, 0),
-        ({"effort": "fast"}, 2, 512, 0),
-        ({"effort": "good"}, 4, 32, 128),
-        ({"effort": "good"}, 4, 256, 128),
-        ({"effort": "good"}, 4, 4096, 32),
-        ({"effort": "best", "method": "rtn"}, 8, 512, 256),
-        ({"effort": "best", "tune": 5}, 2, 512, 5),
-        ({"tune": 0}, 2, 512, 0),
-    ],
-)
-def test_the_effort_says_how_many_steps(options, bits, length, steps):
-    settings = quantize_settings(**options)
-    assert settings.tuning.steps(settings.method, bits, length) == steps
-
-
 def test_a_step_is_a_row_or_short_rows_together():
     assert tuning_rows(128, 32) == (8, 256, 128 * 8 + 256)
     assert tuning_rows(64, 512) == (1, 16, 80)
     assert tuning_rows(32, 4096) == (1, 8, 40)
     assert tuning_rows(0, 512) == (0, 0, 0)
-
-
-def test_the_best_effort_reads_more_text(model):
-    checkpoint = open_checkpoint(model)
-    chosen = plan(checkpoint, quantize_settings(effort="best").storage)
-    settings = tuning.with_tuning(quantize_settings(effort="best"), chosen, checkpoint, SILENT)
-    assert (settings.tuning.tune, settings.calibration.samples) == (512, 256)  # of rows of 128, its context
-    more = tuning.with_tuning(quantize_settings(effort="best", samples=300), chosen, checkpoint, SILENT)
-    assert more.calibration.samples == 300
-
-
-def test_what_follows_from_the_effort_alone_is_left_out_with_a_line(model, tmp_path, monkeypatch):
-    """A machine too small for the whole model rounds it all the same; who asked for steps is told."""
-    checkpoint, said = open_checkpoint(model), []
-    monkeypatch.setattr(memory, "free_memory", lambda **_: 1000)
-    small = Silent()
-    small.log = said.append
-    chosen = plan(checkpoint, quantize_settings(scheme="W2A16").storage)
-    settings = tuning.with_tuning(quantize_settings(scheme="W2A16"), chosen, checkpoint, small)
-    assert settings.tuning.tune == 0 and "memory" in said[0] and len(said) == 1
-    with pytest.raises(MemoryNeededError, match="--tune 0"):
-        tuning.with_tuning(quantize_settings(scheme="W2A16", tune=4), chosen, checkpoint, small)
 
 
 def test_the_text_of_the_tuning_is_not_what_the_rounding_read(model, tmp_path, monkeypatch):

@@ -153,7 +153,7 @@ def test_a_written_recipe_is_what_one_would_write() -> None:
         ),
         ("ratio: 0.3", "ratio: 1.5", "r.yaml:8: ratio is 1.5, but must be the fraction removed"),
         ("ratio: 0.3", "ratio: lots", "r.yaml:8: ratio is 'lots', but must be a number"),
-        ("method: rtn", "method: rnt", "r.yaml:10: method is 'rnt', but must be rtn, "),
+        ("method: rtn", "method: rnt", "r.yaml:10: method is 'rnt', but must be auto, rtn, "),
         ("stage: recover", "stage: recovr", "r.yaml:9: unknown stage 'recovr'; did you mean 'recover'?"),
         ("stage: recover", "stage: evaluate", "r.yaml:9: 'evaluate' is not a stage"),
         ("stage: recover", "stage: [a]", "r.yaml:9: unknown stage ['a']"),

@@ -138,12 +138,13 @@ def quantized_codes(
     if plan is None or not plan.sites:
         return GGUFCodes(maker, list)
     from attar.models.loading.single_experts import decoded_view
+    from attar.quantization.effort import with_effort
     from attar.quantization.quantization_method import RoundedModel, RoundingTask
     from attar.quantization.rounding import METHODS
-    from attar.quantization.tuning import tuned, with_tuning
+    from attar.quantization.tuning import tuned
 
     dense, head = decoded_view(source), HeadImportance()
-    quantization = with_tuning(_quantize_settings(settings), plan, dense, progress)
+    quantization = with_effort(_quantize_settings(settings), plan, dense, progress)
     after_blocks = None if importance.entries else head
     task = RoundingTask(dense, plan, quantization, work / "round", progress, after_blocks, processes)
     if settings.rounding == "nearest":

@@ -103,6 +103,15 @@ class QuantizationPlan:
     table: str = ""
     mtp: dict[str, LayerPlan] = field(default_factory=dict)
 
+    @property
+    def code_bits(self) -> int:
+        """Bits of most weights."""
+        sizes: dict[int, int] = {}
+        for layer in self.sites.values():
+            bits = int(layer.scheme.weights.bits)
+            sizes[bits] = sizes.get(bits, 0) + layer.shape[0] * layer.shape[1]
+        return max(sizes, key=lambda bits: sizes[bits])
+
 
 def plan(
     checkpoint: Any,

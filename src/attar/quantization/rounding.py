@@ -96,7 +96,10 @@ def round_layers(task: RoundingTask) -> RoundedModel:
     if rounds_mtp(settings) and task.plan.mtp:
         sites = {layer.module: layer.grid for layer in task.plan.mtp.values()}
         file = task.work / "mtp.safetensors"
-        head = HeadRounding(task.checkpoint, task.plan.mtp, replace(solver, grids=sites), file, task.progress)
+        of_head = replace(solver, grids=sites)
+        if hessian is not None:  # the model's KL does not depend on the head
+            of_head = replace(of_head, method=METHODS["gptq"], output_hessian=None)
+        head = HeadRounding(task.checkpoint, task.plan.mtp, of_head, file, task.progress)
         sweep = replace(sweep, after_blocks=head)
     swept = _swept(task, sweep_linears(task.checkpoint, batches, solver, sweep))
     return swept if head is None else replace(swept, mtp=head.codes(), mtp_reports=head.reports())
@@ -105,8 +108,7 @@ def round_layers(task: RoundingTask) -> RoundedModel:
 def rounds_mtp(settings: QuantizeSettings) -> bool:
     """Whether the Linears of a multi-token prediction head are rounded by the method: where it rounds one
     Linear at a time by its inputs alone, and chooses no zeros."""
-    alone = METHODS[settings.method].walk is round_layers and settings.amount is None
-    return alone and not isinstance(settings.rounding, YAQASettings)
+    return METHODS[settings.method].walk is round_layers and settings.amount is None
 
 
 def learn_blocks(task: RoundingTask) -> RoundedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from attar.data.settings import bos_field, check_text, data_field
@@ -190,7 +190,8 @@ class TuningSettings:
     effort: str = setting(
         "auto",
         "time for quality at the same bytes: fast: the rounding alone; good: tuning on 32,768 tokens; best: "
-        "on 131,072, and 256 calibration sequences at least; auto: good at 3 bits and below, else fast",
+        "on 131,072, and 256 calibration sequences at least; auto: good at 3 bits and below, else fast. "
+        "Of method auto good and best round by yaqa",
         ("auto", *TUNE_TOKENS),
     )
     tune: int = setting(
@@ -203,17 +204,18 @@ class TuningSettings:
         check_choices(self)
         check_range("tune", self.tune, -1, 2**20, "0 (none) or more, or -1 (as effort says)")
 
-    def steps(self, method: str, bits: float, length: int) -> int:
-        """Steps of tuning behind a method whose codes have ``bits`` bits, with rows of ``length`` tokens.
+    def preset(self, method: str, bits: float) -> str:
+        """The effort, "fast", "good" or "best", behind a method whose codes have ``bits`` bits.
 
-        Of effort "auto": none behind a method that reads no text, and none behind training.
+        "auto" is fast behind a method that reads no text, and behind training.
         """
-        if self.tune >= 0:
-            return self.tune
-        if self.effort == "auto":
-            tuned = bits <= AUTO_BITS and method not in ("rtn", "smoothquant", "qat")
-            return tuning_steps("good" if tuned else "fast", length)
-        return tuning_steps(self.effort, length)
+        if self.effort != "auto":
+            return self.effort
+        return "good" if bits <= AUTO_BITS and method not in ("rtn", "smoothquant", "qat") else "fast"
+
+    def steps(self, method: str, bits: float, length: int) -> int:
+        """Steps of tuning behind a method whose codes have ``bits`` bits, with rows of ``length`` tokens."""
+        return self.tune if self.tune >= 0 else tuning_steps(self.preset(method, bits), length)
 
 
 def tuning_steps(effort: str, length: int) -> int:
@@ -423,14 +425,16 @@ class QuantizeSettings:
         default_factory=StorageSettings, metadata={"title": "What is stored how"}
     )
     method: str = setting(
-        "gptq",
+        "auto",
         "rtn: to nearest; gptq, gptaq, qronos: with the layer's Hessian; yaqa: with the model's; "
         "smoothquant, awq: to nearest after scaling channels; autoround: learned block by block; "
-        "qat: trained end to end",
-        tuple(METHOD_SETTINGS),
+        "qat: trained end to end; auto: gptq, or yaqa by effort good and best where the whole model fits in "
+        "memory, has no experts, and no weights become zero",
+        ("auto", *METHOD_SETTINGS),
     )
     rounding: MethodSettings = field(
-        default_factory=SparseGPTQSettings, metadata={"variants": METHOD_SETTINGS, "by": "method"}
+        default_factory=SparseGPTQSettings,
+        metadata={"variants": {"auto": SparseGPTQSettings, **METHOD_SETTINGS}, "by": "method"},
     )
     transform: TransformSettings = field(
         default_factory=TransformSettings, metadata={"title": "Before the rounding"}
@@ -451,10 +455,11 @@ class QuantizeSettings:
         check_choices(self)
         check_text(self)
         check_range("check_tokens", self.check_tokens, 0, 2**40, "0 (no check) or more")
-        if getattr(self.rounding, "act_order", "off") == "group" and self.method not in GROUP_ORDERED:
+        grouped = getattr(self.rounding, "act_order", "off") == "group"
+        if grouped and self.method not in ("auto", *GROUP_ORDERED):
             allowed = f"off or static with {self.method}; group goes with {listed(GROUP_ORDERED)}"
             raise SettingsError("act_order", "group", allowed)
-        if getattr(self.rounding, "act_order", "off") == "group" and self.tuning.tune > 0:
+        if grouped and self.tuning.tune > 0:
             raise SettingsError("act_order", "group", "off or static with --tune")
 
     @property
@@ -466,6 +471,19 @@ class QuantizeSettings:
     def smoothing(self) -> str:
         """How channels are scaled first: none, smoothquant or awq."""
         return self.rounding.smoothing if self.transform.smooth == "auto" else self.transform.smooth
+
+    def with_method(self, bits: float, *, differentiable: bool = True) -> QuantizeSettings:
+        """The settings with what the method "auto" means for codes of ``bits`` bits.
+
+        Args:
+            differentiable: a backward pass through the model can be had, and is worth it.
+        """
+        if self.method != "auto":
+            return self
+        if not differentiable or self.amount is not None or self.tuning.preset("auto", bits) == "fast":
+            return replace(self, method="gptq")
+        shared = {field.name: getattr(self.rounding, field.name) for field in fields(GPTQSettings)}
+        return replace(self, method="yaqa", rounding=YAQASettings(**shared))
 
 
 def quantize_settings(**options: Any) -> QuantizeSettings:

@@ -33,6 +33,7 @@ from attar.progress import SILENT, Progress
 from attar.quantization.calibration import batches_of, static_scales
 from attar.quantization.carried import NOTHING_ROUNDED, CarriedCodes, carried, loss_note, without
 from attar.quantization.check import check_result
+from attar.quantization.effort import with_effort
 from attar.quantization.gates import rarest_expert
 from attar.quantization.kv_basis import calibrate_basis
 from attar.quantization.mixed_precision.search import choose_bits
@@ -50,7 +51,7 @@ from attar.quantization.settings import (
     tuning_rows,
 )
 from attar.quantization.transforms.apply import apply_transforms
-from attar.quantization.tuning import tuned, with_tuning
+from attar.quantization.tuning import tuned
 from attar.quantization.write import loads_in, warnings, write
 from attar.sparsity import STORED_AS_CODES, Sparsity, zeros_statement
 
@@ -82,7 +83,7 @@ def quantize(
     for layer in first.sites.values():
         if settings.amount is not None:
             settings.amount.check(layer.shape[1], layer.module)
-    settings = with_tuning(settings, first, checkpoint, progress)
+    settings = with_effort(settings, first, checkpoint, progress)
     for note in (embedding_note(checkpoint, first), mtp_note(checkpoint, first, rounds_mtp(settings))):
         if note:
             progress.log(note)

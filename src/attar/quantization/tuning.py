@@ -7,7 +7,6 @@ activations and the states of scales and norms are in memory. Several processes 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,23 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.open import Checkpoint
 from attar.data.packing import pack, row_length
 from attar.data.sources import COMPRESSION
-from attar.errors import AttarError, DataError, SettingsError
-from attar.memory import check_memory
-from attar.models.head import head_of, output_linear
+from attar.errors import DataError, SettingsError
+from attar.models.head import head_of
 from attar.models.loading.device import pick_device
-from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.models.loading.stored import stored_of
-from attar.progress import Progress
 from attar.quantization.grids import QuantizedTensor
 from attar.quantization.methods.tune import RATE, RATES, WARMUP, original_states, tunable_norms, tune
-from attar.quantization.plan import QuantizationPlan
 from attar.quantization.quantization_method import RoundedModel, RoundingTask
-from attar.quantization.settings import BEST_SAMPLES, QuantizeSettings, tuning_memory, tuning_rows
+from attar.quantization.settings import QuantizeSettings, tuning_rows
 from attar.walks.distributed import agreed_precision
 from attar.walks.settings import TrainSettings
 
@@ -45,55 +39,6 @@ class TunedCodes:
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         return self.weights[self.stored[stored]]
-
-
-def with_tuning(
-    settings: QuantizeSettings, plan: QuantizationPlan, checkpoint: Checkpoint, progress: Progress
-) -> QuantizeSettings:
-    """The settings with the steps of tuning that the effort means for this model. Before any work, what
-    ``tune`` asks for is refused where it cannot be; what only follows from the effort is left out with a
-    line.
-
-    Raises:
-        SettingsError: the model has no head of logits (an encoder, say).
-        MemoryNeededError: the model does not fit in memory as a whole.
-    """
-    calibration = settings.calibration
-    length = row_length(calibration.sequence_length, checkpoint.config)
-    steps = settings.tuning.steps(settings.method, code_bits(plan), length)
-    if settings.tuning.effort == "best" and calibration.samples < BEST_SAMPLES:
-        settings = replace(settings, calibration=replace(calibration, samples=BEST_SAMPLES))
-    if steps:
-        try:
-            _check_tunable(settings, steps, plan, checkpoint)
-        except AttarError as error:
-            if settings.tuning.tune > 0:
-                raise
-            progress.log(f"note: scales and norms are not tuned: {error}")
-            steps = 0
-    return replace(settings, tuning=replace(settings.tuning, tune=steps))
-
-
-def _check_tunable(
-    settings: QuantizeSettings, steps: int, plan: QuantizationPlan, checkpoint: Checkpoint
-) -> None:
-    if getattr(settings.rounding, "act_order", "off") == "group":
-        raise SettingsError("act_order", "group", "off or static with tuning")
-    if output_linear(empty_model(checkpoint.config)) is None:
-        raise SettingsError("tune", steps, "0: this model has no head of logits to compare")
-    if torch.device(pick_device(settings.device)).type == "cpu":
-        everything = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-        needed = tuning_memory(everything, sum(math.prod(layer.shape) for layer in plan.sites.values()))
-        check_memory(f"tuning of {checkpoint.name}", needed, hint="--effort fast or --tune 0")
-
-
-def code_bits(plan: QuantizationPlan) -> int:
-    """Bits of most weights."""
-    sizes: dict[int, int] = {}
-    for layer in plan.sites.values():
-        bits = int(layer.scheme.weights.bits)
-        sizes[bits] = sizes.get(bits, 0) + layer.shape[0] * layer.shape[1]
-    return max(sizes, key=lambda bits: sizes[bits])
 
 
 def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
@@ -137,7 +82,7 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
         {layer.module: rounded.codes(name, _loader(task, name)) for name, layer in task.plan.sites.items()},
         examples[: len(packed) - held_out],
         examples[len(packed) - held_out :],
-        _schedule(settings, rows, length, precision, code_bits(task.plan)),
+        _schedule(settings, rows, length, precision, task.plan.code_bits),
         norms=[name for name in norms if name in stored_norms],
         work=work,
         progress=task.progress,

@@ -37,7 +37,7 @@ from attar.recipe.machine import Rates
 from attar.recipe.memory_needs import BASE_MEMORY, memory_needs
 from attar.recipe.schema import StageEntry
 from attar.recipe.shapes import Shape, bits_of
-from attar.walks.settings import MEASURED_ROWS
+from attar.walks.settings import CURVATURE_ROWS, MEASURED_ROWS
 
 UNSURE = 2.0
 """Times between an estimate of arithmetic alone and the ends of its range."""
@@ -252,9 +252,10 @@ def _reconstructing(settings: PruneSettings) -> Work:
 
 def _quantizing(settings: QuantizeSettings) -> Work:
     """Smoothing, training, rounding, and the search of mixed precision."""
+    settings = settings.with_method(bits_of(settings.storage))
     cost, rounding, calibration = METHOD_COSTS[settings.method], settings.rounding, settings.calibration
-    tokens = float(calibration.samples * calibration.sequence_length)
-    batch = calibration.batch_size * calibration.sequence_length
+    length = calibration.sequence_length
+    tokens, batch = float(calibration.samples * length), calibration.batch_size * length
     text = _text(settings.data, tokens)
     work = Work(touched=40, blocks=8 * tokens if settings.storage.bits else 0.0)
     if settings.storage.bits and settings.method in GPTQ_KIN:
@@ -270,10 +271,9 @@ def _quantizing(settings: QuantizeSettings) -> Work:
     if cost.swept:
         learned = batch * (rounding.iterations if isinstance(rounding, AutoRoundSettings) else 0)
         options = getattr(rounding, "scales", "auto"), getattr(rounding, "refine", 0)
-        work += Work(text=text) + _rounding(cost, tokens, learned, *options)
+        work += Work(text=text) + _rounding(cost, calibration.samples, length, learned, *options)
         if calibration.first_tokens < 0 and not settings.amount:
-            work += Work(learned=float(MEASURED_ROWS * calibration.sequence_length))
-    length = calibration.sequence_length
+            work += Work(learned=float(MEASURED_ROWS * length))
     steps = settings.tuning.steps(settings.method, bits_of(settings.storage), length)
     return work + _tuning(steps, length, settings.data)
 
@@ -282,7 +282,7 @@ def rounded_options() -> Work:
     """The sweep that rounds every Linear on the grids of five options."""
     work = Work(swept=OPTION_TOKENS, hessians=OPTION_TOKENS)
     for _ in range(5):
-        work += _rounding(METHOD_COSTS["gptq"], 0.0, 0.0, refine=4)
+        work += _rounding(METHOD_COSTS["gptq"], 0, 0, 0.0, refine=4)
     return work
 
 
@@ -295,12 +295,15 @@ def _tuning(steps: int, length: int, data: str) -> Work:
     return Work(read=tokens + 2 * held_out * length, learned=learned, text=_text(data, tokens))
 
 
-def _rounding(cost: MethodCost, tokens: float, learned: float, scales: str = "auto", refine: int = 0) -> Work:
-    """A sweep with its solver, and ``learned`` tokens of training for each block."""
+def _rounding(
+    cost: MethodCost, rows: int, length: int, learned: float, scales: str = "auto", refine: int = 0
+) -> Work:
+    """A sweep with its solver over rows of ``length`` tokens; each block learns from ``learned``."""
     searched, passes = scales in ("auto", "output") and not learned, refine if cost.columns else 0
-    more = Work(blocks=6 * learned + _SEARCH * searched, learned=tokens if cost.backward else 0.0)
+    curvature = float(min(rows, CURVATURE_ROWS) * length) if cost.backward else 0.0
+    more = Work(blocks=6 * learned + _SEARCH * searched, learned=curvature)
     products = 2 * searched + max(5 * passes - 2, 0)
-    return _sweep(cost, tokens) + more + Work(products=products, columns=cost.columns * passes)
+    return _sweep(cost, float(rows * length)) + more + Work(products=products, columns=cost.columns * passes)
 
 
 def _sweep(cost: MethodCost, tokens: float) -> Work:
@@ -312,7 +315,8 @@ def _sweep(cost: MethodCost, tokens: float) -> Work:
 
 def _exporting(settings: ExportSettings) -> Work:
     """An export's work with text."""
-    tokens = float(settings.calibration_rows * settings.sequence_length)
+    rows = settings.calibration_rows
+    tokens = float(rows * settings.sequence_length)
     tuning = _tuning(settings.most_steps, settings.sequence_length, settings.data)
     if not tokens:
         return tuning
@@ -321,8 +325,8 @@ def _exporting(settings: ExportSettings) -> Work:
         return Work(blocks=2 * tokens, text=text) + tuning
     cost = METHOD_COSTS.get(settings.rounding, EXL2_COST)
     iterations = AutoRoundSettings.iterations if settings.rounding == "autoround" else 0
-    batch = settings.batch_size * settings.sequence_length
-    return _rounding(cost, tokens, float(iterations * batch)) + Work(text=text) + tuning
+    learned = float(iterations * settings.batch_size * settings.sequence_length)
+    return _rounding(cost, rows, settings.sequence_length, learned) + Work(text=text) + tuning
 
 
 def _check(settings: QuantizeSettings, source: Shape) -> Work:

@@ -64,10 +64,10 @@ def memory_needs(
             checked = 4 * source.blocks / source.layers + 12 * source.inner * source.hidden
             return max(_stream(stage, source), checked if tokens else 0.0), 0.0
         case QuantizeSettings(calibration=text):
-            tokens = text.samples * text.sequence_length
-            swept = _sweep(source, METHOD_COSTS[settings.method], tokens)
+            tokens, bits = text.samples * text.sequence_length, bits_of(settings.storage)
+            swept = _sweep(source, METHOD_COSTS[settings.with_method(bits).method], tokens)
             tuned, length = 0.0, text.sequence_length
-            if steps := settings.tuning.steps(settings.method, bits_of(settings.storage), length):
+            if steps := settings.tuning.steps(settings.method, bits, length):
                 tuned = tuning_memory(source.parameters, source.blocks)
                 tuned += _activations(tuning_rows(steps, length)[0] * length, source)
             return max(swept, tuned), result.bytes

@@ -12,6 +12,9 @@ from attar.options import check_choices, setting
 FIRST_WEIGHT = 8.0
 """How many times the first tokens of a row count in the sums of a sweep where nothing was measured."""
 
+CURVATURE_ROWS = 32
+"""Calibration rows that yaqa's curvature is collected on: a backward pass costs three forward ones."""
+
 MEASURED_ROWS = 8
 """Calibration rows that a backward pass measures what each position counts on."""
 

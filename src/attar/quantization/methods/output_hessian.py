@@ -19,8 +19,8 @@ from attar.models.loading.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.sensitivity.kronecker import collect
+from attar.walks.settings import CURVATURE_ROWS
 
-ROWS = 32  # sequences that the factors are collected on: a backward pass costs three forward ones
 LEAST = 2 * 2**30  # bytes of factors collected in one pass at least, however little memory is free
 
 
@@ -50,7 +50,7 @@ class OutputHessian:
     ) -> None:
         self.checkpoint, self.rounds, self.seed, self.device = checkpoint, rounds, seed, device
         self.layers = list(plan.sites.values())
-        self.rows = torch.cat(list(batches))[:ROWS].split(1)  # memory of one row's logits
+        self.rows = torch.cat(list(batches))[:CURVATURE_ROWS].split(1)  # memory of one row's logits
         self.folder, self.progress = work / "curvature", progress
 
     def __call__(self, name: str) -> Tensor:
