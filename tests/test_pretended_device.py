@@ -52,13 +52,15 @@ VERBS = {
     "quantize rtn": ("quantize", {"scheme": "W4A16", "method": "rtn", "group_size": 32}),
     "quantize gptq": ("quantize", {"scheme": "W8A16", "method": "gptq", "group_size": 32, **EXACT}),
     "quantize awq": ("quantize", {"scheme": "W8A16", "method": "awq", "group_size": 32, **EXACT}),
+    "quantize yaqa": ("quantize", {"scheme": "W8A16", "method": "yaqa", "group_size": 32, **EXACT}),
     "quantize fp8": ("quantize", {"scheme": "FP8", "method": "rtn"}),
     "prune wanda": ("prune", {"method": "wanda", **EXACT}),
     "prune sparsegpt": ("prune", {"method": "sparsegpt", **EXACT}),
     "prune neurons": ("prune", {"method": "neurons", "ratio": 0.25}),
     "prune layers": ("prune", {"method": "layers", "ratio": 0.5}),
 }
-KEPT = {  # a batch's states between two blocks, and a criterion's sums, are on the host
+KEPT = {  # a batch's states between blocks, sums of a criterion, and whether a row is packed: on the host
+    "sensitivity/gradients.py:_logits",
     "walks/offloaded_model.py:_record",
     "walks/offloaded_model.py:__setitem__",
     "walks/block_runner.py:_replace",

@@ -123,6 +123,46 @@ def descend_block(
     _run(tiles, at, H.T.contiguous(), step, gradient, current, mask, None, codes, moved)
 
 
+def descend_rows(
+    tiles: TileScales,
+    at: slice,
+    gradient: Tensor,
+    H: Tensor,
+    output: Tensor,
+    current: Tensor,
+    codes: Tensor,
+    moved: Tensor,
+    *,
+    mask: Tensor | None = None,
+) -> None:
+    """Coordinate descent on a block of columns, whose rows depend on each other. On a CPU; all tensors are
+    contiguous float32.
+
+    Args:
+        at: the block's columns.
+        gradient: (n, N), not modified.
+        H: (n, n), the block on the diagonal.
+        output: H_O (N, N).
+        current: (n, N), decoded weights, replaced by the new ones.
+        codes: (n, N) of ``current``, replaced.
+        moved: (n, N), H_O times new minus old weights, written.
+        mask: bool (n, N); False: becomes zero.
+    """
+    function = _function("attar_descend_rows", [ctypes.c_int64, ctypes.c_int], 12)
+    assert function is not None, "call available() first"
+    table, group = torch.tensor(tiles.book.levels, dtype=torch.float32), tiles.group[at].contiguous()
+    N, n = current.shape[1], current.shape[0]
+    _expect((gradient, mask, codes, moved), current.shape)
+    _expect((tiles.scale, tiles.zero, tiles.minimum), (len(tiles.scale), N))
+    for tensor, size in ((group, (n,)), (H, (n, n)), (output, (N, N))):
+        _expect((tensor,), size)
+    assert 0 <= int(group.min()) <= int(group.max()) < len(tiles.scale), "a column's tile is none"
+    step = H.diagonal().reciprocal()
+    inputs = (tiles.scale, tiles.zero, tiles.minimum, group, H.T.contiguous(), step, output, gradient)
+    numbers = _numbers(tiles.book, current.numel())
+    _check(function(N, n, *numbers, *_addresses(table, *inputs, current, mask, codes, moved)))
+
+
 def tile_errors(book: CodeBook, weight: Tensor, blocks: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """E_ng H_gg E_ng^T of each row's tiles rounded to nearest, float32 (T, G, N), under T trials of scales.
 

@@ -26,6 +26,7 @@ from attar.quantization.hessian import (
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.qronos import least_squares_weight, qronos
 from attar.quantization.methods.refine import refine
+from attar.quantization.methods.refine_kronecker import refine_kronecker
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.yaqa import yaqa
 from attar.quantization.quantization_method import QuantizationMethod
@@ -277,12 +278,13 @@ def solve_yaqa(
     output_hessian: Tensor,
     sweeps: int,
 ) -> RoundingResult:
-    """YAQA towards the least-squares weight after quantized layers, with the scales of refined Qronos codes.
+    """YAQA towards the least-squares weight after quantized layers, with the scales of refined Qronos codes;
+    its codes are refined in turn.
 
     Args:
         weight, H, cross, grid, parameters, damp, act_order, mask, factor: as in qronos.
         output_hessian: H_O (N, N).
-        sweeps: passes of refinement; 0: the scales stay.
+        sweeps: passes of each refinement; 0: neither, the scales stay.
     """
     if sweeps:
         started = qronos(
@@ -298,18 +300,30 @@ def solve_yaqa(
         target = weight @ cross
         refined = refine(started.quantized, H, target, sweeps=sweeps, damp=damp, weight=weight, mask=mask)
         parameters = refined.parameters
-    return yaqa(
+    target = least_squares_weight(weight, H, cross, damp)
+    rounded = yaqa(
         weight,
         output_hessian,
         H,
         grid,
         parameters=parameters,
-        target=least_squares_weight(weight, H, cross, damp),
+        target=target,
         damp=damp,
         damp_output=DAMP_OUTPUT,
         act_order=act_order,
         mask=mask,
     )
+    codes = refine_kronecker(
+        rounded.quantized,
+        output_hessian,
+        H,
+        target,
+        sweeps=sweeps,
+        damp=damp,
+        damp_output=DAMP_OUTPUT,
+        mask=mask,
+    )
+    return replace(rounded, quantized=codes)
 
 
 def _nearest_codes(stack: StackedLayers) -> QuantizedTensor:

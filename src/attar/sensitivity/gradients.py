@@ -73,7 +73,7 @@ def gradients(
     autocast: torch.dtype | None,
 ) -> Iterator[None]:
     """Run each batch forward and, with each set of labels drawn from its output, backward."""
-    device = generator.device
+    device = next(model.parameters()).device
     with hooks.on(model):
         for batch in batches:
             hooks.shape = (batch.shape[0], batch.shape[1])

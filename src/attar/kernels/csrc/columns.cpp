@@ -259,6 +259,48 @@ void run_trials(const Trials& trials, const Job& job, std::int64_t first, std::i
             tile_error(trials, job, book, trial, number % trials.groups, number / trials.groups * VECTORS * LANES, e);
 }
 
+// ---- descent under a Kronecker product
+
+// One pass over the columns of a block and, in each, over the rows in turn: what row r moves by, d, changes the slopes
+// of all rows of column i by d O_r,: F_ii. Rows that do not move cost a comparison. Leaves in errors (n, N) the sums
+// u_i of d O_r,: over the rows of column i; a later column's slopes have F_ij u_j added.
+template <class CodeBook>
+void descend_rows(const Job& job, const float* output) {
+    const CodeBook book{job};
+    const std::int64_t N = job.rows;
+    std::vector<float> reciprocal(N), slope(N);
+    for (std::int64_t r = 0; r < N; r++) reciprocal[r] = 1.0f / output[r * N + r];
+    for (int i = 0; i < job.columns; i++) {
+        const float *factor = job.inner + i * job.columns, *scale = job.scale + job.tile[i] * N;
+        float *moved = job.errors + i * N, *current = job.current + i * N, *codes = job.codes + i * N;
+        std::copy_n(job.gradient + i * N, N, slope.data());
+        for (int j = 0; j < i; j++)
+            for (std::int64_t r = 0; r < N; r++) slope[r] += factor[j] * job.errors[j * N + r];
+        std::fill_n(moved, N, 0.0f);
+        for (std::int64_t row = 0; row < N; row += LANES) {
+            const int count = int(std::min<std::int64_t>(N - row, LANES));
+            const std::int64_t tile = job.tile[i] * N + row;
+            const Lanes s = load(scale + row, count), step = load(reciprocal.data() + row, count);
+            const Lanes m = job.minimum ? load(job.minimum + tile, count) : Lanes{};
+            const Lanes z = job.zeros ? load(job.zeros + tile, count) : all(job.zero);
+            const Lanes weight = load(current + row, count), old = load(codes + row, count);
+            for (int lane = 0; lane < count; lane++) {
+                const Lanes pull = load(slope.data() + row, count) * job.step[i] + load(moved + row, count);
+                Lanes target = weight - pull * step;
+                if (job.mask) target = masked(target, job.mask + i * N + row, count, Lanes{});
+                const Lanes code = book.code((target + m) / s + z);
+                const Lanes decoded = (book.level(code) - z) * s - m;
+                while (lane < count && code[lane] == old[lane]) lane++;
+                if (lane == count) break;
+                const float d = decoded[lane] - weight[lane];
+                codes[row + lane] = code[lane], current[row + lane] = decoded[lane];
+                const float* reached = output + (row + lane) * N;
+                for (std::int64_t r = 0; r < N; r++) moved[r] += d * reached[r];
+            }
+        }
+    }
+}
+
 // ---- entry points
 
 template <class CodeBook>
@@ -312,6 +354,29 @@ extern "C" int attar_columns(std::int64_t rows, int columns, int keep, int of, i
     try {
         run_threaded(units, threads, columns + of,
                      [&](std::int64_t from, std::int64_t to, Errors& e) { part(job, from, to, e); });
+    } catch (...) {
+        return 3;
+    }
+    return 0;
+}
+
+// Returns the same.
+extern "C" int attar_descend_rows(std::int64_t rows, int columns, int threads, float low, float high, float zero,
+                                  int levels, const float* table, const float* scale, const float* zeros,
+                                  const float* minimum, const std::int64_t* tile, const float* inner,
+                                  const float* step, const float* output, const float* gradient,
+                                  float* current, std::uint8_t* mask, float* codes, float* moved) {
+    if (levels > LEVELS) return 2;
+    const Job job{rows,    columns, 0,     0,    low,      high,    zero, levels,  table, scale, zeros,
+                  minimum, tile,    inner, step, gradient, current, mask, nullptr, codes, moved};
+    const auto descend = levels == REAL   ? descend_rows<Real>
+                         : levels == E2M1 ? descend_rows<Float4>
+                         : levels == E4M3 ? descend_rows<Float8<3, -6>>
+                         : levels == E5M2 ? descend_rows<Float8<2, -14>>
+                         : levels         ? descend_rows<NonUniform>
+                                          : descend_rows<Uniform>;
+    try {
+        descend(job, output);
     } catch (...) {
         return 3;
     }

@@ -54,8 +54,8 @@ class OutputHessian:
         self.folder, self.progress = work / "curvature", progress
 
     def __call__(self, name: str) -> Tensor:
-        """H_O of one Linear, float32, after :meth:`collect`."""
-        return load_file(self._file(name))["output"]
+        """H_O of one Linear, float32, on the device, after :meth:`collect`."""
+        return load_file(self._file(name))["output"].to(self.device)
 
     def collect(self, precision: str = "auto") -> None:
         """Collect the factors that the work folder lacks, with products in ``precision``. How many Linears

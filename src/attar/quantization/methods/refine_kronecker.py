@@ -1,0 +1,123 @@
+"""Refinement of given codes under the Hessian of the whole model's KL: coordinate descent on
+
+    f(W') = 1/2 tr(E^T H_O E H_I) ,  E = W' - V
+
+    codes:    w'_ik <- round(w'_ik - G_ik / (H_O,ii H_I,kk))     each entry in turn, the others fixed
+    gradient: G = H_O E H_I ;  G <- G + H_O,:i (change of w'_ik) H_I,k:
+
+YAQA (yaqa.py) visits an entry once, while those after it may still become any number; here each is visited
+again among the others as they were rounded, and no step raises f. H_O = 1 is the descent of refine.py. The
+scales stay: a refit would tie all rows.
+
+Letters: W' (N, K) decoded codes, V what they should be; H_O (N, N), H_I (K, K), both damped; U (n, N) what a
+block of n columns has moved, times H_O.
+
+An entry that stays costs a comparison, one that moves a row of H_O. Inside a block of columns the loop is
+compiled (kernels/columns.py) for grids with a code book; the block reaches the others in one product, H_I U.
+One entry after the other is no work for a GPU: its layers come to the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.kernels import columns as kernel
+from attar.quantization.columns import compiled_tiles
+from attar.quantization.grids import QuantizedTensor
+from attar.quantization.hessian import damped
+from attar.quantization.methods.refine import BLOCK, Descent, start
+
+
+def refine_kronecker(
+    quantized: QuantizedTensor,
+    H_O: Tensor,
+    H_I: Tensor,
+    target: Tensor,
+    *,
+    sweeps: int = 4,
+    damp: float = 0.01,
+    damp_output: float = 0.1,
+    mask: Tensor | None = None,
+) -> QuantizedTensor:
+    """Better codes at the same scales. Does not modify its inputs, but that diagonals are damped meanwhile.
+
+    Args:
+        quantized: codes (N, K) to start from; its groups follow the column order.
+        H_O: (N, N) float32, symmetric, not damped.
+        H_I: (K, K), the same.
+        target: V (N, K).
+        sweeps: passes over all entries, at most: a pass in which none moves is the last.
+        damp: added to H_I's diagonal, as a fraction of its mean.
+        damp_output: the same for H_O.
+        mask: bool (N, K); False: stays zero.
+    """
+    device = quantized.codes.device
+    H_O, H_I, target = (value.float().cpu() for value in (H_O, H_I, target))
+    on_cpu = QuantizedTensor(
+        quantized.grid, quantized.codes.cpu(), quantized.parameters.map(lambda value: value.cpu())
+    )
+    ridge_output, ridge = damp_output * H_O.diagonal().mean(), damp * H_I.diagonal().mean()
+    with damped(H_O, ridge_output) as output, damped(H_I, ridge) as H:
+        descent = start(on_cpu, H, None, target, None if mask is None else mask.cpu())
+        descent.gradient = descent.gradient @ output
+        for _ in range(sweeps):
+            if not sweep_entries(descent, output):
+                break
+    return QuantizedTensor(quantized.grid, descent.quantized().codes.to(device), quantized.parameters)
+
+
+def sweep_entries(descent: Descent, output: Tensor) -> bool:
+    """One pass of coordinate descent over all entries, column by column, in place; whether one moved.
+
+    Args:
+        descent: its gradient is G, (K, N), transposed as the rest of it.
+        output: H_O (N, N), damped.
+    """
+    H, gradient, K = descent.H, descent.gradient, len(descent.codes)
+    tiles = compiled_tiles(descent.grid, descent.rows(), descent.group)
+    before = descent.codes.clone()
+    for begin in range(0, K, BLOCK):
+        at = slice(begin, min(begin + BLOCK, K))
+        moved = torch.zeros_like(gradient[at])
+        inner, kept = H[at, at].contiguous(), None if descent.mask is None else descent.mask[at]
+        parts = gradient[at], inner, output, descent.current[at], descent.codes[at], moved
+        if tiles is not None:
+            kernel.descend_rows(tiles, at, *parts, mask=kept)
+        else:
+            _descend_in_torch(descent, at, *parts, kept)
+        gradient.addmm_(H[:, at], moved)
+    return not torch.equal(before, descent.codes)
+
+
+def _descend_in_torch(
+    descent: Descent,
+    at: slice,
+    gradient: Tensor,
+    inner: Tensor,
+    output: Tensor,
+    current: Tensor,
+    codes: Tensor,
+    moved: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """The same as :func:`attar.kernels.columns.descend_rows`, for any grid: all rows of a column are
+    tried, then again those after the first that moves."""
+    grid, group, step = descent.grid, descent.group[at], output.diagonal().reciprocal()
+    spread = descent.rows().map(lambda value: value.T[group].contiguous())
+    for i in range(len(codes)):
+        slope = gradient[i] + moved[:i].T @ inner[:i, i]
+        tile, row = spread.map(lambda value, i=i: value[i]), 0  # type: ignore[misc]
+        while True:
+            wanted = current[i] - (slope / inner[i, i] + moved[i]) * step
+            if mask is not None:
+                wanted = wanted.where(mask[i], 0.0)
+            chosen = grid.encode(wanted, tile)
+            others = (chosen != codes[i])[row:].nonzero()
+            if not len(others):
+                break
+            row += int(others[0])
+            decoded = grid.decode(chosen, tile)[row]
+            moved[i] += (decoded - current[i, row]) * output[row]
+            codes[i, row], current[i, row] = chosen[row], decoded
+            row += 1
