@@ -277,6 +277,12 @@ MUTANTS = (
         "quantization/test_tuning.py",
     ),
     M(
+        "quantization/methods/refine_kronecker.py",
+        "gradient.addmm_(H[:, at], moved)",
+        "gradient.addmm_(H[:, at], moved, alpha=0.9)",
+        "quantization/methods/test_refine_kronecker.py",
+    ),
+    M(
         "quantization/settings.py",
         "if bits <= AUTO_BITS and",
         "if bits < AUTO_BITS and",

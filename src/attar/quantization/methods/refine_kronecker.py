@@ -12,9 +12,10 @@ scales stay: a refit would tie all rows.
 Letters: W' (N, K) decoded codes, V what they should be; H_O (N, N), H_I (K, K), both damped; U (n, N) what a
 block of n columns has moved, times H_O.
 
-An entry that stays costs a comparison, one that moves a row of H_O. Inside a block of columns the loop is
-compiled (kernels/columns.py) for grids with a code book; the block reaches the others in one product, H_I U.
-One entry after the other is no work for a GPU: its layers come to the CPU.
+An entry that stays costs a comparison, one that moves a row of H_O; a block of columns reaches the others in
+one product, H_I U. The loop inside a block is compiled (kernels/columns.py): one entry after the other is no
+work for torch, nor for a GPU, whose layers come to the CPU. Without a compiler, or on a grid without a code
+book (NF4), codes stay as they are.
 """
 
 from __future__ import annotations
@@ -76,48 +77,14 @@ def sweep_entries(descent: Descent, output: Tensor) -> bool:
     """
     H, gradient, K = descent.H, descent.gradient, len(descent.codes)
     tiles = compiled_tiles(descent.grid, descent.rows(), descent.group)
+    if tiles is None:
+        return False
     before = descent.codes.clone()
     for begin in range(0, K, BLOCK):
         at = slice(begin, min(begin + BLOCK, K))
         moved = torch.zeros_like(gradient[at])
         inner, kept = H[at, at].contiguous(), None if descent.mask is None else descent.mask[at]
         parts = gradient[at], inner, output, descent.current[at], descent.codes[at], moved
-        if tiles is not None:
-            kernel.descend_rows(tiles, at, *parts, mask=kept)
-        else:
-            _descend_in_torch(descent, at, *parts, kept)
+        kernel.descend_rows(tiles, at, *parts, mask=kept)
         gradient.addmm_(H[:, at], moved)
     return not torch.equal(before, descent.codes)
-
-
-def _descend_in_torch(
-    descent: Descent,
-    at: slice,
-    gradient: Tensor,
-    inner: Tensor,
-    output: Tensor,
-    current: Tensor,
-    codes: Tensor,
-    moved: Tensor,
-    mask: Tensor | None,
-) -> None:
-    """The same as :func:`attar.kernels.columns.descend_rows`, for any grid: all rows of a column are
-    tried, then again those after the first that moves."""
-    grid, group, step = descent.grid, descent.group[at], output.diagonal().reciprocal()
-    spread = descent.rows().map(lambda value: value.T[group].contiguous())
-    for i in range(len(codes)):
-        slope = gradient[i] + moved[:i].T @ inner[:i, i]
-        tile, row = spread.map(lambda value, i=i: value[i]), 0  # type: ignore[misc]
-        while True:
-            wanted = current[i] - (slope / inner[i, i] + moved[i]) * step
-            if mask is not None:
-                wanted = wanted.where(mask[i], 0.0)
-            chosen = grid.encode(wanted, tile)
-            others = (chosen != codes[i])[row:].nonzero()
-            if not len(others):
-                break
-            row += int(others[0])
-            decoded = grid.decode(chosen, tile)[row]
-            moved[i] += (decoded - current[i, row]) * output[row]
-            codes[i, row], current[i, row] = chosen[row], decoded
-            row += 1
