@@ -37,7 +37,7 @@ from attar.recipe.machine import Rates
 from attar.recipe.memory_needs import BASE_MEMORY, memory_needs
 from attar.recipe.schema import StageEntry
 from attar.recipe.shapes import Shape, bits_of
-from attar.walks.settings import CURVATURE_ROWS, MEASURED_ROWS
+from attar.walks.settings import MEASURED_ROWS, curvature_rows
 
 UNSURE = 2.0
 """Times between an estimate of arithmetic alone and the ends of its range."""
@@ -300,7 +300,7 @@ def _rounding(
 ) -> Work:
     """A sweep with its solver over rows of ``length`` tokens; each block learns from ``learned``."""
     searched, passes = scales in ("auto", "output") and not learned, refine if cost.columns else 0
-    curvature = float(min(rows, CURVATURE_ROWS) * length) if cost.backward else 0.0
+    curvature = float(curvature_rows(rows) * length) if cost.backward else 0.0
     more = Work(blocks=6 * learned + _SEARCH * searched, learned=curvature)
     products = 2 * searched + max(5 * passes - 2, 0)
     return _sweep(cost, float(rows * length)) + more + Work(products=products, columns=cost.columns * passes)

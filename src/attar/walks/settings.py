@@ -13,10 +13,16 @@ FIRST_WEIGHT = 8.0
 """How many times the first tokens of a row count in the sums of a sweep where nothing was measured."""
 
 CURVATURE_ROWS = 32
-"""Calibration rows that yaqa's curvature is collected on: a backward pass costs three forward ones."""
+"""Calibration rows that yaqa's curvature is collected on, or a quarter of more than four times as many: a
+backward pass costs three forward ones."""
 
 MEASURED_ROWS = 8
 """Calibration rows that a backward pass measures what each position counts on."""
+
+
+def curvature_rows(samples: int) -> int:
+    """Of so many calibration rows, those that yaqa's curvature is collected on."""
+    return min(samples, max(CURVATURE_ROWS, samples // 4))
 
 
 def check_range(name: str, value: float, low: float, high: float, allowed: str) -> None:

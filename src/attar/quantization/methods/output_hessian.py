@@ -19,7 +19,7 @@ from attar.models.loading.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.sensitivity.kronecker import collect
-from attar.walks.settings import CURVATURE_ROWS
+from attar.walks.settings import curvature_rows
 
 LEAST = 2 * 2**30  # bytes of factors collected in one pass at least, however little memory is free
 
@@ -50,7 +50,8 @@ class OutputHessian:
     ) -> None:
         self.checkpoint, self.rounds, self.seed, self.device = checkpoint, rounds, seed, device
         self.layers = list(plan.sites.values())
-        self.rows = torch.cat(list(batches))[:CURVATURE_ROWS].split(1)  # memory of one row's logits
+        rows = torch.cat(list(batches))
+        self.rows = rows[: curvature_rows(len(rows))].split(1)  # memory of one row's logits
         self.folder, self.progress = work / "curvature", progress
 
     def __call__(self, name: str) -> Tensor:
