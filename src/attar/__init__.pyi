@@ -486,7 +486,6 @@ def quantize(
     act_order: Literal["off", "static", "group"] = "static",
     sparsity: float | str = 0.0,
     correct: float = 0.25,
-    rounds: int = 1,
     iterations: int = 200,
     start: Literal["auto", "rtn", "gptq"] = "auto",
     update: Literal["adam", "sign"] = "adam",

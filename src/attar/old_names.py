@@ -62,6 +62,7 @@ _REMOVED: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "alignment": "it is gold",
         "feature_map": "layers at the same relative depth are compared",
     },
+    ("quantize",): {"rounds": "yaqa's curvature takes one: a second left more KL"},
     _LEARNING: dict.fromkeys(_POLICY.split(), "objective minillm is the paper's loss")
     | {
         "signal": "objective sft learns from text that a teacher wrote; teacher_top and teacher_samples keep "

@@ -10,7 +10,7 @@ from attar.errors import MemoryNeededError
 from attar.progress import SILENT, Silent
 from attar.quantization.effort import with_effort
 from attar.quantization.plan import plan
-from attar.quantization.settings import YAQASettings, quantize_settings
+from attar.quantization.settings import CorrectingSettings, quantize_settings
 from tests import tiny_models
 
 TEXTS = [f"def area_{i}(width, height):\n    return width * height + {i}\n" * 6 for i in range(120)]
@@ -68,7 +68,7 @@ def test_the_effort_says_how_many_steps(options, bits, length, steps):
 def test_the_effort_says_how_weights_are_rounded(model, options, method):
     settings = chosen(model, **options)
     assert settings.method == method
-    assert isinstance(settings.rounding, YAQASettings) == (method == "yaqa")
+    assert isinstance(settings.rounding, CorrectingSettings) == (method == "yaqa")
 
 
 def test_what_was_asked_of_the_rounding_goes_on_to_the_method(model):

@@ -84,6 +84,7 @@ class QuantizationMethod:
         walk: makes the codes of a checkpoint.
         solver: rounds one weight, for rounding.round_layers; None: to nearest.
         original_inputs: the solver compares with the original model's inputs: ``cross=``.
+        model_hessian: the solver is given the output side of the model's Hessian: ``output_hessian=``.
         stacked: weights with the same inputs are rounded in one call.
         refined: coordinate descent on the codes follows.
         search_below: bits a weight under which ``scales: auto`` searches for the least output error.
@@ -94,6 +95,7 @@ class QuantizationMethod:
     walk: Callable[[RoundingTask], RoundedModel]
     solver: Callable[..., RoundingResult] | None = None
     original_inputs: bool = False
+    model_hessian: bool = False
     stacked: bool = False
     refined: bool = False
     search_below: float = 0.0

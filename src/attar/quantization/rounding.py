@@ -50,7 +50,6 @@ from attar.quantization.settings import (
     RTNSettings,
     SmoothQuantSettings,
     SparseGPTQSettings,
-    YAQASettings,
 )
 from attar.walks.distributed import agreed_precision
 from attar.walks.expert_inputs import ExpertTokens
@@ -77,14 +76,13 @@ def round_layers(task: RoundingTask) -> RoundedModel:
     layers = {layer.module: layer for layer in task.plan.sites.values()}
     grids = {module: layer.grid for module, layer in layers.items()}
     batches, hessian = task.batches(), None
-    if isinstance(options, YAQASettings):
+    if method.model_hessian:
         hessian = OutputHessian(
             task.checkpoint,
             task.plan,
             batches,
             task.work,
             task.progress,
-            rounds=options.rounds,
             seed=settings.seed,
             device=torch.device(pick_device(settings.device)),
         )
@@ -372,7 +370,12 @@ METHODS: dict[str, QuantizationMethod] = {
         CorrectingSettings, round_layers, qronos, original_inputs=True, refined=True, search_below=FEW
     ),
     "yaqa": QuantizationMethod(
-        YAQASettings, round_layers, solve_yaqa, original_inputs=True, search_below=FEW
+        CorrectingSettings,
+        round_layers,
+        solve_yaqa,
+        original_inputs=True,
+        model_hessian=True,
+        search_below=FEW,
     ),
     "autoround": QuantizationMethod(AutoRoundSettings, learn_blocks),
     "qat": QuantizationMethod(QATSettings, train),

@@ -334,7 +334,7 @@ class SparseGPTQSettings(GPTQSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectingSettings(GPTQSettings):
-    """Round with the layer's Hessian towards the original model's output: gptaq, qronos."""
+    """Round with the layer's Hessian towards the original model's output: gptaq, qronos, yaqa."""
 
     correct: float = setting(
         0.25,
@@ -345,17 +345,6 @@ class CorrectingSettings(GPTQSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("correct", self.correct, 0.0, 1.0, "between 0 and 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class YAQASettings(CorrectingSettings):
-    """Round with the model's Hessian."""
-
-    rounds: int = setting(1, "power iterations for the Kronecker factors")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("rounds", self.rounds, 1, 2**40, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,7 +387,7 @@ METHOD_SETTINGS: dict[str, type] = {
     "gptq": SparseGPTQSettings,
     "gptaq": CorrectingSettings,
     "qronos": CorrectingSettings,
-    "yaqa": YAQASettings,
+    "yaqa": CorrectingSettings,
     "autoround": AutoRoundSettings,
     "qat": QATSettings,
 }
@@ -483,7 +472,7 @@ class QuantizeSettings:
         if not differentiable or self.amount is not None or self.tuning.preset("auto", bits) == "fast":
             return replace(self, method="gptq")
         shared = {field.name: getattr(self.rounding, field.name) for field in fields(GPTQSettings)}
-        return replace(self, method="yaqa", rounding=YAQASettings(**shared))
+        return replace(self, method="yaqa", rounding=CorrectingSettings(**shared))
 
 
 def quantize_settings(**options: Any) -> QuantizeSettings:

@@ -68,11 +68,10 @@ def gradients(
     model: nn.Module,
     batches: Sequence[Tensor],
     hooks: GradientHooks,
-    draws: int,
     generator: torch.Generator,
     autocast: torch.dtype | None,
 ) -> Iterator[None]:
-    """Run each batch forward and, with each set of labels drawn from its output, backward."""
+    """Run each batch forward and, with labels drawn from its output, backward."""
     device = next(model.parameters()).device
     with hooks.on(model):
         for batch in batches:
@@ -80,12 +79,11 @@ def gradients(
             context = torch.autocast(device.type, autocast) if autocast else nullcontext()
             with torch.enable_grad(), context:
                 logits = _logits(model, batch.to(device)).flatten(0, -2).float()
-            for left in reversed(range(draws)):
-                labels = _sampled_labels(logits.detach(), generator)
-                with torch.enable_grad():
-                    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-                loss.backward(retain_graph=left > 0)
-                yield
+            labels = _sampled_labels(logits.detach(), generator)
+            with torch.enable_grad():
+                loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+            loss.backward()
+            yield
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def position_weights(
 
     generator = torch.Generator(device).manual_seed(seed)
     with progress.task("positions", total=count) as task:
-        for _ in gradients(model, rows.split(1), GradientHooks(names, add), 1, generator, autocast):
+        for _ in gradients(model, rows.split(1), GradientHooks(names, add), generator, autocast):
             task.advance()
     weights = {}
     for name, energy in sums.items():

@@ -70,7 +70,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch
     chosen, batches = plan(checkpoint, SETTINGS.storage), batches_of(checkpoint, SETTINGS)
 
     def saved_model():
-        options = {"rounds": SETTINGS.rounding.rounds, "seed": SETTINGS.seed, "device": torch.device("cpu")}
+        options = {"seed": SETTINGS.seed, "device": torch.device("cpu")}
         return curvature.OutputHessian(checkpoint, chosen, batches, tmp_path / "work", LogLines(), **options)
 
     saved_model().collect()

@@ -18,10 +18,10 @@ from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
-from attar.sensitivity.kronecker import collect
+from attar.sensitivity.kronecker import output_hessians
 from attar.walks.settings import curvature_rows
 
-LEAST = 2 * 2**30  # bytes of factors collected in one pass at least, however little memory is free
+LEAST = 2 * 2**30  # bytes of H_O collected in one pass at least, however little memory is free
 
 
 class OutputHessian:
@@ -32,7 +32,6 @@ class OutputHessian:
         checkpoint: the dense model, which must fit in memory in float32.
         batches: int64 (B, S) calibration batches.
         work: its work folder; one file for each Linear is kept there.
-        rounds: power iterations for the factors.
         seed: of the labels.
     """
 
@@ -44,11 +43,10 @@ class OutputHessian:
         work: Path,
         progress: Progress,
         *,
-        rounds: int,
         seed: int,
         device: torch.device,
     ) -> None:
-        self.checkpoint, self.rounds, self.seed, self.device = checkpoint, rounds, seed, device
+        self.checkpoint, self.seed, self.device = checkpoint, seed, device
         self.layers = list(plan.sites.values())
         rows = torch.cat(list(batches))
         self.rows = rows[: curvature_rows(len(rows))].split(1)  # memory of one row's logits
@@ -59,15 +57,15 @@ class OutputHessian:
         return load_file(self._file(name))["output"].to(self.device)
 
     def collect(self, precision: str = "auto") -> None:
-        """Collect the factors that the work folder lacks, with products in ``precision``. How many Linears
-        share a pass does not change the factors: every pass draws the same labels."""
+        """Collect the matrices that the work folder lacks, with products in ``precision``. How many Linears
+        share a pass does not change them: every pass draws the same labels."""
         missing = [layer for layer in self.layers if not self._file(layer.module).exists()]
         if not missing:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         model = unstack(load_model(self.checkpoint, dtype=torch.float32, device=self.device))
-        parts = portions(missing, max(LEAST, free_memory(self.device) // 2), self.rounds)
-        passes = len(parts) * self.rounds * len(self.rows)
+        parts = portions(missing, max(LEAST, free_memory(self.device) // 2))
+        passes = len(parts) * len(self.rows)
         self.progress.log(
             f"yaqa: {passes} backward passes over the whole model: {len(missing)} layers in {len(parts)} "
             f"portion{'s' if len(parts) > 1 else ''}, {len(self.rows)} sequences each"
@@ -77,32 +75,28 @@ class OutputHessian:
 
     def _collect(self, model: Any, names: list[str], precision: str) -> None:
         fast = resolve(precision, self.device, self.folder) == "bf16"
-        factors = collect(
+        hessians = output_hessians(
             model,
             self.rows,
             names,
-            rounds=self.rounds,
             seed=self.seed,
-            inputs=False,
             autocast=torch.bfloat16 if fast else None,
             progress=self.progress,
             device=self.device,
         )
-        for name, factor in factors.items():
-            save_tensors(self._file(name), {"output": factor.output.cpu().contiguous()})
+        for name, H_O in hessians.items():
+            save_tensors(self._file(name), {"output": H_O.cpu().contiguous()})
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
 
-def portions(layers: Sequence[LayerPlan], limit: int, rounds: int) -> list[list[str]]:
-    """Module names in lists whose factors need at most ``limit`` bytes: H_O alone in a single round, else
-    both, of two rounds."""
+def portions(layers: Sequence[LayerPlan], limit: int) -> list[list[str]]:
+    """Module names in lists whose H_O need at most ``limit`` bytes."""
     parts: list[list[str]] = [[]]
     size = 0
     for layer in layers:
-        rows, columns = layer.shape
-        needed = 4 * rows * rows if rounds == 1 else 8 * (rows * rows + columns * columns)
+        needed = 4 * layer.shape[0] ** 2
         if parts[-1] and size + needed > limit:
             parts.append([])
             size = 0
