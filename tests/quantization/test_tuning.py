@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertForSequenceClassification
 
 import attar
+from attar.checkpoint.lineage import texts_of
+from attar.data.sources import COMPRESSION
 from attar.errors import DataError, SettingsError
 from attar.quantization import quantization_method, tuning
 from attar.quantization.calibration import batches_of
@@ -64,6 +66,16 @@ def test_what_is_no_nearer_is_not_taken(model, plain, tmp_path, monkeypatch):
     assert out.card.details["tuning"]["taken"] is False
     for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
         assert torch.equal(tensor, plain[name]), name
+
+
+def test_the_text_of_a_tuning_behind_rounding_to_nearest_is_recorded(model, tmp_path):
+    options = {**SMALL, "method": "rtn", "tune": 1, "data": "auto"}
+    out = attar.quantize(model, tmp_path / "out", **options)
+    assert out.card.details["tuning"]["steps"] == 1
+    (text,) = texts_of(out)
+    assert text["stage"] == "quantize" and text["split"] == COMPRESSION
+    options = {**SMALL, "method": "rtn", "tune": 0}
+    assert not texts_of(attar.quantize(model, tmp_path / "alone", **options))
 
 
 def test_a_step_is_a_row_or_short_rows_together():

@@ -194,7 +194,8 @@ def _calibrates(settings: QuantizeSettings, chosen: QuantizationPlan) -> bool:
     """Whether calibration text is run through the model."""
     sees_text = METHODS[settings.method].sees_text or settings.smoothing != "none" or settings.storage.bits
     keys = settings.storage.kv_cache == "int4"
-    return bool(sees_text or keys or chosen.caches or any(layer.static for layer in chosen.sites.values()))
+    static = any(layer.static for layer in chosen.sites.values())
+    return bool(sees_text or keys or settings.tuning.tune or chosen.caches or static)
 
 
 def _records(

@@ -8,10 +8,11 @@ import torch
 from attar.models.anatomy.discover import discover
 from attar.models.head import Head, head_of
 from attar.quantization.grids import GGML, IntGrid, QuantizedTensor
-from attar.quantization.grids.float8 import Float8Grid
-from attar.quantization.grids.fp4 import NVFP4Grid
+from attar.quantization.grids.float8 import Float8Grid, MXFP8Grid
+from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.methods import tune as module
+from attar.quantization.methods.qat import WeightQuantizer
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.tune import TunedBlocks, head_kl, original_states, tunable_norms, tune
 from attar.walks.settings import TrainSettings
@@ -98,6 +99,21 @@ def test_codes_stay_and_what_is_stored_is_what_was_tuned(name):
     assert any(
         not torch.equal(codes[key].parameters.scale, result.weights[key].parameters.scale) for key in codes
     )
+
+
+@pytest.mark.parametrize("name", [*[name for name in GRIDS if name[0] != "q"], "mxfp4", "mxfp8"])
+def test_the_first_step_computes_what_was_rounded(name):
+    """Small weights too, whose global scale is far from 1; powers of two stay in both directions."""
+    grid = {**GRIDS, "mxfp4": MXFP4Grid(), "mxfp8": MXFP8Grid()}[name]
+    weight = 0.02 * torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    quantized = rtn(weight, grid)
+    quantizer = WeightQuantizer(weight, quantized.grid, quantized, fixed=True, transposed=False)
+    assert torch.equal(quantizer(weight), quantized.dequantize())
+    assert torch.equal(quantizer.quantized(weight).dequantize(), quantized.dequantize())
+    if name.startswith("mx"):
+        for factor in (0.9, 1.1):
+            torch.nn.init.constant_(quantizer.factor, factor)
+            assert torch.equal(quantizer(weight), quantized.dequantize())
 
 
 @pytest.mark.parametrize("kind", GGML)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attar.errors import SettingsError
 from attar.kernels.columns import CodeBook
-from attar.quantization.grids.fp4 import mx_parameters
+from attar.quantization.grids.fp4 import MX_MAGNITUDE, mx_parameters
 from attar.quantization.grids.grid import Grid, TileParameters, stored_scale
 
 KINDS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -114,6 +114,11 @@ class MXFP8Grid(Float8Grid):
     ) -> TileParameters:
         """The exponent of each group from the largest magnitude of its weights."""
         return mx_parameters(self.tile(weight).abs().amax((1, 3)) * shrink, self.largest)
+
+    @property
+    def magnitude(self) -> float:
+        """As of MXFP4."""
+        return MX_MAGNITUDE
 
     def rescaled(self, parameters: TileParameters, scale: Tensor) -> TileParameters | None:
         """None: powers of two."""

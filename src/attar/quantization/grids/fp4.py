@@ -112,6 +112,11 @@ class NVFP4Grid(_FP4Grid):
         )
         return torch.where(four < six, FOUR, 1.0)
 
+    @property
+    def magnitude(self) -> float:
+        """The peak: beyond it scales end."""
+        return self.peak or LARGEST
+
     def shared_with(self, parameters: TileParameters) -> NVFP4Grid:
         """With the peak of their global scale."""
         return replace(self, peak=E4M3_LARGEST * LARGEST / float(parameters.stored["global_scale"]))
@@ -141,6 +146,14 @@ class MXFP4Grid(_FP4Grid):
     ) -> TileParameters:
         """The exponent of each group from the largest magnitude of its weights."""
         return mx_parameters(self.tile(weight).abs().amax((1, 3)) * shrink, LARGEST)
+
+    @property
+    def magnitude(self) -> float:
+        """Between 7/8 and 7/4, which end at other exponents."""
+        return MX_MAGNITUDE
+
+
+MX_MAGNITUDE = 1.25
 
 
 def mx_parameters(top: Tensor, largest: float) -> TileParameters:

@@ -118,6 +118,12 @@ class Grid(ABC):
         cannot be chosen freely (scales of scales, powers of two)."""
         return None
 
+    @property
+    def magnitude(self) -> float:
+        """The largest magnitude of a tile whose scale is stored exactly, among those with the same where
+        scales are few."""
+        return 1.0
+
     def shared_with(self, parameters: TileParameters) -> Grid:
         """The grid whose parameters share with given ones what several weights share: a global scale."""
         return self

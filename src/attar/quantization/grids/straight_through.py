@@ -149,7 +149,7 @@ def storable(
 ) -> TileParameters | None:
     """The storable parameters nearest to a scale, without gradient; None where the grid searches its own.
 
-    With two levels of scales: the grid's choice for tiles of constant magnitude.
+    With two levels of scales, or powers of two: the grid's choice for tiles of constant magnitude.
 
     Args:
         base: parameters of the grid; their zero stays.
@@ -161,7 +161,8 @@ def storable(
         rescaled = grid.rescaled(base, scale)
         if rescaled is not None or grid.searches or base.zero is not None or base.minimum is not None:
             return rescaled
-        unit = grid.choose(torch.ones(grid.rows or 1, grid.group_size or 1, device=scale.device), 1.0).scale
+        constant = torch.full((grid.rows or 1, grid.group_size or 1), grid.magnitude, device=scale.device)
+        unit = grid.choose(constant, 1.0).scale / grid.magnitude
         tall, wide = grid.rows or shape[0], grid.group_size or shape[1]
         even = (scale / unit.flatten()[0])[:, None, :, None].expand(-1, tall, -1, wide)
         return grid.choose(grid.untile(even, shape), 1.0)
