@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import BertForSequenceClassification
 
 import attar
 from attar import memory
@@ -103,6 +104,17 @@ def test_what_follows_from_the_effort_alone_is_left_out_with_a_line(model, monke
     assert chosen(model, small, scheme="W2A16", tune=0).method == "gptq"
     with pytest.raises(MemoryNeededError, match="--tune 0"):
         chosen(model, scheme="W2A16", tune=4)
+
+
+def test_an_encoder_is_rounded_by_the_layers_hessian_with_a_line(tmp_path):
+    folder = tiny_models.save(
+        BertForSequenceClassification(tiny_models.build("bert").config), tmp_path / "bert"
+    )
+    progress, said = Silent(), []
+    progress.log = said.append
+    assert chosen(folder, progress, effort="good").method == "gptq"
+    why = "effort is 'good', but must be fast: this model has no head of logits to compare"
+    assert said == [f"note: rounded by gptq alone: {why}"]
 
 
 def test_the_card_has_the_method_that_was_taken(model, tmp_path):

@@ -53,7 +53,10 @@ def _check_differentiable(settings: QuantizeSettings, plan: QuantizationPlan, ch
     if getattr(settings.rounding, "act_order", "off") == "group":
         raise SettingsError("act_order", "group", "off or static with tuning")
     if output_linear(empty_model(checkpoint.config)) is None:
-        raise SettingsError("tune", settings.tuning.tune, "0: this model has no head of logits to compare")
+        why, tuning = "this model has no head of logits to compare", settings.tuning
+        if tuning.tune > 0:
+            raise SettingsError("tune", tuning.tune, f"0: {why}")
+        raise SettingsError("effort", tuning.effort, f"fast: {why}")
     if torch.device(pick_device(settings.device)).type == "cpu":
         everything = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         needed = tuning_memory(everything, sum(math.prod(layer.shape) for layer in plan.sites.values()))
