@@ -12,8 +12,8 @@ OUT/NAME.log.
 
 Parts: tests/test_devices.py (results of the device against the CPU's), the device runner
 (benchmarks/device.py: operators, products, steps, answers), kernels (gpu_kernels.py), the table of products
-that the runner may choose by (attar bench --kernels), quantize (RTN, GPTQ, AWQ), prune, recover, distill,
-merge, export, evaluate, generate through transformers' modules; then quantization and generation by peers.
+that the runner may choose by (attar bench --kernels), quantize (RTN, GPTQ, AWQ, YAQA and tuning), prune,
+recover, distill, merge, export, evaluate, generate through transformers' modules; then quantization and generation by peers.
 
 Two parts run only where they are named, each for most of ten minutes, by estimate: recipes/half-depth.yaml
 and half-int8.yaml with 33 M tokens of learning in steps of 32 rows, with which a card is busier than with
@@ -147,6 +147,7 @@ def parts(model: str) -> list[Part]:
         Part("quantize rtn", verb(*quantize, "--method", "rtn"), 60),
         Part("quantize gptq", verb(*quantize, "--method", "gptq", *SMALL), 90),
         Part("quantize awq", verb(*quantize, "--method", "awq", *SMALL), 90),
+        Part("quantize yaqa", verb(*quantize, "--effort", "good", "--tune", "16", *SMALL), 120),
         Part("prune", verb("prune", model, *out, "--method", "heads", "--ratio", "0.25", *SMALL), 60),
         Part("recover", verb("recover", "PRUNED", *out, "--teacher", model, *STEPS), 90),
         Part("distill", verb("distill", model, *out, "--layers", "4", *STEPS), 90),
