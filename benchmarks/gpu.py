@@ -13,7 +13,8 @@ OUT/NAME.log.
 Parts: tests/test_devices.py (results of the device against the CPU's), the device runner
 (benchmarks/device.py: operators, products, steps, answers), kernels (gpu_kernels.py), the table of products
 that the runner may choose by (attar bench --kernels), quantize (RTN, GPTQ, AWQ, YAQA and tuning), prune,
-recover, distill, merge, export, evaluate, generate through transformers' modules; then quantization and generation by peers.
+recover, distill, merge, export, evaluate, generate through transformers' modules; then quantization and
+generation by peers.
 
 Two parts run only where they are named, each for most of ten minutes, by estimate: recipes/half-depth.yaml
 and half-int8.yaml with 33 M tokens of learning in steps of 32 rows, with which a card is busier than with
