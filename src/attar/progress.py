@@ -146,7 +146,12 @@ class Terminal:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
         from rich.progress import Progress as Bar
+        from rich.table import Column
         from rich.text import Text
+
+        class Numbers(ProgressColumn):
+            def render(self, task: Any) -> Text:
+                return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
 
         class TimeLeft(ProgressColumn):
             max_refresh = 0.5
@@ -155,12 +160,13 @@ class Terminal:
                 return Text(_left(task.time_remaining).strip())
 
         columns = (
-            TextColumn("{task.description:<22}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeLeft(),
+            TextColumn("{task.description:<22}", markup=False, table_column=Column(no_wrap=True)),
+            BarColumn(16, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeLeft(table_column=Column(no_wrap=True)),
+            Numbers(),  # which alone are cut on a narrow terminal
         )
-        with Bar(*columns, TextColumn("{task.fields[numbers]}"), console=Console(stderr=True)) as bar:
+        with Bar(*columns, console=Console(stderr=True)) as bar:
             yield _BarTask(bar, bar.add_task(one_line(what), total=total, completed=done, numbers=""))
 
     def log(self, line: str) -> None:
