@@ -21,7 +21,7 @@ MEASURED_ROWS = 8
 
 
 def curvature_rows(samples: int) -> int:
-    """Of so many calibration rows, those that yaqa's curvature is collected on."""
+    """Rows that yaqa's curvature is collected on, of ``samples`` calibration rows."""
     return min(samples, max(CURVATURE_ROWS, samples // 4))
 
 
