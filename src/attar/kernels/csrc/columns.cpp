@@ -141,6 +141,25 @@ struct Float8 {
 // What `levels` says that is no number of levels.
 enum : int { REAL = -1, E2M1 = -2, E4M3 = -3, E5M2 = -4 };
 
+// `work` with the code book that `levels` says. Returns 0, 2 with more than LEVELS levels, 3 without memory.
+template <class Work>
+int with_code_book(const Job& job, Work work) {
+    if (job.levels > LEVELS) return 2;
+    try {
+        switch (job.levels) {
+            case 0: work(Uniform{job}); break;
+            case REAL: work(Real{job}); break;
+            case E2M1: work(Float4{job}); break;
+            case E4M3: work(Float8<3, -6>{job}); break;
+            case E5M2: work(Float8<2, -14>{job}); break;
+            default: work(NonUniform{job});
+        }
+    } catch (...) {
+        return 3;
+    }
+    return 0;
+}
+
 // sum_{first<=j<i} F_ij e_j for all vectors of a unit.
 void gather(const float* factor, int first, int i, const Errors& e, Lanes* sum) {
     Lanes even[VECTORS]{}, odd[VECTORS]{};
@@ -252,8 +271,8 @@ void tile_error(const Trials& trials, const Job& job, const CodeBook& book, std:
 }
 
 template <class CodeBook>
-void run_trials(const Trials& trials, const Job& job, std::int64_t first, std::int64_t last, Errors& e) {
-    const CodeBook book{job};
+void run_trials(const Trials& trials, const Job& job, const CodeBook& book, std::int64_t first, std::int64_t last,
+                Errors& e) {
     for (std::int64_t number = first; number < last; number++)
         for (std::int64_t trial = 0; trial < trials.count; trial++)
             tile_error(trials, job, book, trial, number % trials.groups, number / trials.groups * VECTORS * LANES, e);
@@ -265,8 +284,7 @@ void run_trials(const Trials& trials, const Job& job, std::int64_t first, std::i
 // of all rows of column i by d O_r,: F_ii. Rows that do not move cost a comparison. Leaves in errors (n, N) the sums
 // u_i of d O_r,: over the rows of column i; a later column's slopes have F_ij u_j added.
 template <class CodeBook>
-void descend_rows(const Job& job, const float* output) {
-    const CodeBook book{job};
+void descend_rows(const Job& job, const CodeBook& book, const float* output) {
     const std::int64_t N = job.rows;
     std::vector<float> reciprocal(N), slope(N);
     for (std::int64_t r = 0; r < N; r++) reciprocal[r] = 1.0f / output[r * N + r];
@@ -304,8 +322,7 @@ void descend_rows(const Job& job, const float* output) {
 // ---- entry points
 
 template <class CodeBook>
-void run(const Job& job, std::int64_t first, std::int64_t last, Errors& e) {
-    const CodeBook book{job};
+void run(const Job& job, const CodeBook& book, std::int64_t first, std::int64_t last, Errors& e) {
     for (std::int64_t number = first; number < last; number++) {
         const std::int64_t row = number * VECTORS * LANES;
         if (job.gradient) unit<CodeBook, true>(job, book, row, e);
@@ -341,46 +358,24 @@ extern "C" int attar_columns(std::int64_t rows, int columns, int keep, int of, i
                              const float* minimum, const std::int64_t* tile, const float* inner,
                              const float* step, const float* gradient, float* current,
                              std::uint8_t* mask, const float* first, float* codes, float* errors) {
-    if (levels > LEVELS) return 2;
     const Job job{rows,    columns, keep,  of,   low,      high,    zero, levels, table, scale, zeros,
                   minimum, tile,    inner, step, gradient, current, mask, first,  codes, errors};
-    const auto part = levels == REAL   ? run<Real>
-                      : levels == E2M1 ? run<Float4>
-                      : levels == E4M3 ? run<Float8<3, -6>>
-                      : levels == E5M2 ? run<Float8<2, -14>>
-                      : levels         ? run<NonUniform>
-                                       : run<Uniform>;
     const std::int64_t units = (rows + VECTORS * LANES - 1) / (VECTORS * LANES);
-    try {
+    return with_code_book(job, [&](const auto& book) {
         run_threaded(units, threads, columns + of,
-                     [&](std::int64_t from, std::int64_t to, Errors& e) { part(job, from, to, e); });
-    } catch (...) {
-        return 3;
-    }
-    return 0;
+                     [&](std::int64_t from, std::int64_t to, Errors& e) { run(job, book, from, to, e); });
+    });
 }
 
 // Returns the same.
-extern "C" int attar_descend_rows(std::int64_t rows, int columns, int threads, float low, float high, float zero,
+extern "C" int attar_descend_rows(std::int64_t rows, int columns, int /* threads */, float low, float high, float zero,
                                   int levels, const float* table, const float* scale, const float* zeros,
                                   const float* minimum, const std::int64_t* tile, const float* inner,
                                   const float* step, const float* output, const float* gradient,
                                   float* current, std::uint8_t* mask, float* codes, float* moved) {
-    if (levels > LEVELS) return 2;
     const Job job{rows,    columns, 0,     0,    low,      high,    zero, levels,  table, scale, zeros,
                   minimum, tile,    inner, step, gradient, current, mask, nullptr, codes, moved};
-    const auto descend = levels == REAL   ? descend_rows<Real>
-                         : levels == E2M1 ? descend_rows<Float4>
-                         : levels == E4M3 ? descend_rows<Float8<3, -6>>
-                         : levels == E5M2 ? descend_rows<Float8<2, -14>>
-                         : levels         ? descend_rows<NonUniform>
-                                          : descend_rows<Uniform>;
-    try {
-        descend(job, output);
-    } catch (...) {
-        return 3;
-    }
-    return 0;
+    return with_code_book(job, [&](const auto& book) { descend_rows(job, book, output); });
 }
 
 // Returns the same.
@@ -388,22 +383,12 @@ extern "C" int attar_tile_errors(std::int64_t rows, std::int64_t width, std::int
                                  std::int64_t groups, std::int64_t trials, int threads, float low, float high,
                                  float zero, int levels, const float* table, const float* weight,
                                  const float* blocks, const float* scale, const float* zeros, float* errors) {
-    if (levels > LEVELS) return 2;
     Job job{};
     job.low = low, job.high = high, job.zero = zero, job.levels = levels, job.table = table;
     const Trials args{rows, width, columns, groups, trials, weight, blocks, scale, zeros, errors};
-    const auto part = levels == REAL   ? run_trials<Real>
-                      : levels == E2M1 ? run_trials<Float4>
-                      : levels == E4M3 ? run_trials<Float8<3, -6>>
-                      : levels == E5M2 ? run_trials<Float8<2, -14>>
-                      : levels         ? run_trials<NonUniform>
-                                       : run_trials<Uniform>;
     const std::int64_t units = (rows + VECTORS * LANES - 1) / (VECTORS * LANES) * groups;
-    try {
+    return with_code_book(job, [&](const auto& book) {
         run_threaded(units, threads, width,
-                     [&](std::int64_t from, std::int64_t to, Errors& e) { part(args, job, from, to, e); });
-    } catch (...) {
-        return 3;
-    }
-    return 0;
+                     [&](std::int64_t from, std::int64_t to, Errors& e) { run_trials(args, job, book, from, to, e); });
+    });
 }
