@@ -1,15 +1,16 @@
 """GGUF files: attar against llama.cpp's own quantizer, the same model, types, bytes and calibration text.
 
     python benchmarks/export.py [--models attar:tiny DIR] [--types Q4_K_M Q3_K_M]
-        [--roundings nearest gptq qronos yaqa] [--samples 128 --length 512] [--seeds 0 1 2]
-        [--tokens 65536] [--cache FILE]
+        [--roundings nearest gptq qronos yaqa] [--peers llama-cpp auto-round] [--iterations 200]
+        [--samples 128 --length 512] [--seeds 0 1 2] [--tokens 65536] [--cache FILE]
     python benchmarks/export.py --speed [--shape 1.1b | --models DIR] [--types Q4_K_M] [--rounds 2]
         [--timed nearest nearest+imatrix default gptq rtn] [--work DIR]
 
 Quality: every cell is a file of one type mix. llama.cpp quantizes our F16 file, plain and with an importance
-matrix of the same calibration rows (ours, in its own format); attar rounds to nearest, plain and with
-importance, or with data, and ``nearest,effort=good`` tunes the blocks' numbers behind it; ``mix+`` is our own
-choice of types within the bytes of the mix. All files are opened by attar's reader and measured on the same
+matrix of the same calibration rows (ours, in its own format); auto-round learns on these rows, and with 0
+iterations only rounds; attar rounds to nearest, plain and with importance, or with data, and
+``nearest,effort=good`` tunes the blocks' numbers behind it; ``mix+`` is our own choice of types within the
+bytes of the mix. All files are opened by attar's reader and measured on the same
 held-out text against the original: KL in nats per token, top-1 agreement, perplexity. ``MB`` counts all
 tensors; a line says so where files differ.
 
@@ -39,6 +40,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from peers import environments
+from peers.launch import write_tokens
 from quality import append_row, digest_of, read_rows, spread
 from quantize import make_model
 
@@ -50,7 +52,7 @@ from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import load_subject
 
 HERE = Path(__file__).parent
-PEER = "llama-cpp"
+PEER, LEARNING = "llama-cpp", "auto-round"
 DATALESS = {"nearest", "plain", "mix+nearest"}
 
 
@@ -61,23 +63,33 @@ def threads() -> int:
 
 def peer_quantize(source: Path, target: Path, kind: str, imatrix: Path | None) -> dict[str, Any]:
     """Quantize a file with llama.cpp, in its environment."""
-    job = {"source": str(source), "target": str(target), "type": kind, "threads": threads()}
-    job |= {"imatrix": str(imatrix) if imatrix else None, "started": time.time()}
-    command = [environments.python(PEER), HERE / "peers" / "llamacpp_run.py", json.dumps(job)]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    if ended.returncode:
-        raise SystemExit(f"llama.cpp: {ended.stderr.splitlines()[-1:]}")
-    answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return answer
+    weighted = str(imatrix) if imatrix else None
+    job = {"source": source, "target": target, "type": kind, "threads": threads(), "imatrix": weighted}
+    return ran(PEER, environments.python(PEER), "llamacpp_run.py", job)
+
+
+def learned(model: str, target: Path, kind: str, iterations: int, plain: Path, common: Any) -> dict[str, Any]:
+    """Quantize with auto-round, in its environment, by the rows that attar would take."""
+    tokens, length = target.with_suffix(".safetensors"), common["sequence_length"]
+    given = {name: common[name] for name in ("samples", "seed", "data")}
+    write_tokens(model, tokens, length=length, **given)
+    job = {"model": open_checkpoint(model).path, "tokens": tokens, "target": target, "type": kind}
+    job |= {"iterations": iterations, "like": plain}
+    return ran(LEARNING, environments.python(LEARNING), "autoround_gguf_run.py", job)
 
 
 def our_export(model: str, target: Path, **settings: Any) -> dict[str, Any]:
     """Export with attar, in a process of its own."""
-    job = {"model": model, "target": str(target), "settings": settings, "started": time.time()}
-    command = [sys.executable, HERE / "peers" / "attar_export_run.py", json.dumps(job)]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    job = {"model": model, "target": target, "settings": settings}
+    return ran("attar", sys.executable, "attar_export_run.py", job)
+
+
+def ran(tool: str, python: Path | str, runner: str, job: dict[str, Any]) -> dict[str, Any]:
+    """What a tool's runner answers."""
+    text = json.dumps({**job, "started": time.time()}, default=str)
+    ended = subprocess.run([str(python), str(HERE / "peers" / runner), text], capture_output=True, text=True)
     if ended.returncode:
-        raise SystemExit(f"attar: {ended.stderr.splitlines()[-1:]}")
+        raise SystemExit(f"{tool}: {ended.stderr.splitlines()[-1:]}")
     answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return answer
 
@@ -134,8 +146,9 @@ def cells(args: argparse.Namespace) -> list[tuple[str, str]]:
     ours = [("attar", "nearest"), ("attar", "nearest+imatrix")]
     ours += [("attar", rounding) for rounding in args.roundings if rounding != "nearest"]
     ours += [("attar", f"mix+{rounding}") for rounding in args.mixes]
-    theirs = [] if args.no_peer else [(PEER, "plain"), (PEER, "imatrix")]
-    return [*theirs, *ours]
+    theirs = [(PEER, "plain"), (PEER, "imatrix")] if PEER in args.peers else []
+    learning = [(LEARNING, f"{count} iterations") for count in (0, args.iterations)]
+    return [*theirs, *(learning if LEARNING in args.peers else []), *ours]
 
 
 def make(
@@ -156,6 +169,8 @@ def make(
     plain = work / f"{Path(name).name.replace(':', '-')}-F16.gguf"
     if not plain.exists():
         our_export(name, plain, type="F16")
+    if tool == LEARNING:
+        return learned(name, file, kind, int(method.split()[0]), plain, common)
     return peer_quantize(plain, file, kind, importance(name, common, work) if method == "imatrix" else None)
 
 
@@ -175,9 +190,9 @@ def table(kind: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
     def mean(row: tuple[str, str], name: str) -> float:
         return statistics.fmean(result[name] for result in rows[row])
 
-    best = min((mean(row, "kl") for row in rows if row[0] == PEER), default=math.nan)
+    best = min((mean(row, "kl") for row in rows if row[0] != "attar"), default=math.nan)
     lines = [
-        f"| {kind} | method | KL, nats/token | top-1 | perplexity | KL / best llama.cpp's | MB | s |",
+        f"| {kind} | method | KL, nats/token | top-1 | perplexity | KL / best peer's | MB | s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: mean(row, "kl")):
@@ -222,7 +237,7 @@ def speed(args: argparse.Namespace, work: Path) -> str:
 
 def tools(name: str, args: argparse.Namespace) -> list[str]:
     """Who rounds so."""
-    return ["attar"] if args.no_peer or not name.startswith("nearest") else ["attar", PEER]
+    return ["attar"] if PEER not in args.peers or not name.startswith("nearest") else ["attar", PEER]
 
 
 def timed(
@@ -276,7 +291,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mixes", nargs="*", default=["nearest", "qronos"], help="roundings on types of our own choice"
     )
-    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--peers", nargs="*", choices=[PEER, LEARNING], default=[PEER])
+    parser.add_argument("--iterations", type=int, default=200, help="of auto-round, for each block")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration rows")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)

@@ -53,7 +53,7 @@ PEERS = {
     for peer in (
         Peer("llmcompressor", "llmcompressor_run.py"),
         Peer("gptqmodel", "gptqmodel_run.py", ("optimum",)),
-        Peer("auto-round", "autoround_run.py"),
+        Peer("auto-round", "autoround_run.py", ("gguf", "sentencepiece")),  # for its GGUF files
         Peer("modelopt", "", ("transformers<5.15", "accelerate", "requests"), "nvidia-modelopt"),
         Peer("bitsandbytes", "bitsandbytes_run.py", ("transformers", "accelerate")),
         Peer("llama-cpp", "llamacpp_run.py", ("gguf",), "llama-cpp-python", source=True),

@@ -1,13 +1,16 @@
 """Refinement under both Hessians: by hand in float64, and what no step may do."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 
-from attar.quantization.grids import IntGrid, NF4Grid, NVFP4Grid
+from attar.quantization.grids import IntGrid, NF4Grid, NVFP4Grid, QuantizedTensor
 from attar.quantization.grids.fp4 import MXFP4Grid
 from attar.quantization.grids.ggml import GGML
 from attar.quantization.methods import refine_kronecker as both
-from attar.quantization.methods.refine import start, sweep_columns
+from attar.quantization.methods.refine import refit_scales, start, sweep_columns
 from attar.quantization.methods.refine_kronecker import refine_kronecker
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.yaqa import yaqa
@@ -33,13 +36,28 @@ def cost(quantized, target, H_O, H_I):
     return float(((damped(H_O, 0.1) @ E @ damped(H_I, 0.01)) * E).sum()) / 2
 
 
+def refitted(grid, parameters, codes, slope, D, H):
+    """New scales (N, G): of each row by its normal equations, the others fixed, in float64."""
+    unit = QuantizedTensor(grid, codes, replace(parameters, scale=torch.ones_like(parameters.scale)))
+    scale = parameters.scale.double()
+    groups = unit.dequantize().double().view(len(codes), scale.shape[1], -1)
+    for i, u in enumerate(groups):
+        each = torch.block_diag(*u)  # (G, K)
+        scale[i] -= torch.linalg.lstsq(D[i, i] * each @ H @ each.T, each @ slope[i]).solution
+    return grid.rescaled(parameters, scale.float())
+
+
 def by_hand(started, target, H_O, H_I, sweeps, mask):
-    """Codes entry by entry, in float64."""
+    """Codes entry by entry, and scales between the passes, in float64."""
     grid, codes, current = started.grid, started.codes.double(), started.dequantize().double()
-    D, H = damped(H_O, 0.1), damped(H_I, 0.01)
+    D, H, parameters = damped(H_O, 0.1), damped(H_I, 0.01), started.parameters
     group = torch.arange(codes.shape[1]) // (grid.group_size or codes.shape[1])
-    spread = grid.by_row(started.parameters, len(codes)).map(lambda value: value[:, group])
-    for _ in range(sweeps):
+    for sweep in range(sweeps):
+        if sweep and grid.rescaled(parameters, parameters.scale) is not None:
+            slope = D @ (current - target.double()) @ H
+            parameters = refitted(grid, parameters, codes, slope, D, H)
+            current = QuantizedTensor(grid, codes, parameters).dequantize().double()
+        spread = grid.by_row(parameters, len(codes)).map(lambda value: value[:, group])
         for k in range(codes.shape[1]):
             for i in range(len(codes)):
                 slope = D[i] @ (current - target.double()) @ H[:, k]
@@ -75,6 +93,30 @@ def test_without_a_compiled_loop_codes_stay(grid, monkeypatch):
     if not isinstance(grid, NF4Grid):
         monkeypatch.setattr(both, "compiled_tiles", lambda *_: None)
     assert torch.equal(refine_kronecker(started, H_O, H_I, W, **DAMPING).codes, started.codes)
+
+
+@pytest.mark.parametrize("grid", [IntGrid(3, 16), IntGrid(4, 16, symmetric=False)], ids=str)
+def test_every_pass_and_every_refit_of_scales_lowers_the_cost(grid, monkeypatch):
+    W, H_O, H_I = problem()
+    started = yaqa(W, H_O, H_I, grid, **DAMPING).quantized
+    costs = [cost(refine_kronecker(started, H_O, H_I, W, sweeps=n, **DAMPING), W, H_O, H_I) for n in range(6)]
+    assert all(after <= before for before, after in pairwise(costs))
+    monkeypatch.setattr(both, "refit_scales", lambda *_: None)
+    assert costs[-1] < cost(refine_kronecker(started, H_O, H_I, W, sweeps=100, **DAMPING), W, H_O, H_I)
+
+
+def test_scales_that_would_lose_are_not_kept():
+    """Equal rows that count as one: each alone would take the step of all."""
+    W, H_I = weight(1, 64, 0).expand(40, -1).contiguous(), damped(factor(64, 2), 0.01).float()
+    descent = start(rtn(W, IntGrid(3, 16)), H_I, None, W)
+    before, alone = descent.parameters.scale, torch.eye(40)
+    together = torch.ones(40, 40) + 1e-3 * alone
+    descent.gradient = descent.gradient @ together
+    refit_scales(descent, together)
+    assert torch.equal(descent.parameters.scale, before)
+    descent = start(rtn(W, IntGrid(3, 16)), H_I, None, W)
+    refit_scales(descent, alone)
+    assert not torch.equal(descent.parameters.scale, before)
 
 
 def test_no_single_code_can_do_better_once_it_has_settled():

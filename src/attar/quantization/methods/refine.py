@@ -207,10 +207,14 @@ def _descend_in_torch(
         current[i] = decoded
 
 
-def refit_scales(descent: Descent) -> None:
+def refit_scales(descent: Descent, output: Tensor | None = None) -> None:
     """Fit the scales to the codes by least squares, in place; no change where the grid's are not free.
 
     Rows are solved in chunks, whose normal equations need at most :data:`BYTES`.
+
+    Args:
+        output: H_O (N, N) of refine_kronecker.py, which ties the rows: each is fitted as if the others
+            stayed, and all new scales are kept, or none; None: rows do not depend on each other.
     """
     grid, old, K = descent.grid, descent.parameters.scale, len(descent.codes)
     G = grid.groups(K)
@@ -218,15 +222,17 @@ def refit_scales(descent: Descent) -> None:
         return
     unit = _unit_values(descent)
     rows = max(1, BYTES // (4 * G * G))
-    parts = zip(unit.split(rows), descent.gradient.T.split(rows), strict=True)
+    slope = descent.gradient if output is None else descent.gradient / output.diagonal()
+    parts = zip(unit.split(rows), slope.T.split(rows), strict=True)
     scale = old + torch.cat([_least_squares(part, gradient, descent.H, G) for part, gradient in parts])
     ratio = scale / old
     scale = torch.where(torch.isfinite(ratio) & (ratio > 0.1) & (ratio < 10.0), scale, old)
     parameters = grid.rescaled(descent.parameters, scale)
     assert parameters is not None
     change = (parameters.scale - old).repeat_interleave(K // G, 1).mul_(unit).T.contiguous()
-    after = torch.addmm(descent.gradient, descent.H, change)
-    better = (change * (descent.gradient + after)).sum(0) < 0
+    after = torch.addmm(descent.gradient, descent.H, change if output is None else change @ output)
+    gain = (change * (descent.gradient + after)).sum(0)
+    better = (gain if output is None else gain.sum().expand_as(gain)) < 0
     kept = torch.where(better[:, None], parameters.scale, old)
     descent.parameters = TileParameters(kept, descent.parameters.zero, descent.parameters.minimum)
     descent.current.add_(change.mul_(better))

@@ -6,8 +6,8 @@
     gradient: G = H_O E H_I ;  G <- G + H_O,:i (change of w'_ik) H_I,k:
 
 YAQA (yaqa.py) visits an entry once, while those after it may still become any number; here each is visited
-again among the others as they were rounded, and no step raises f. H_O = 1 is the descent of refine.py. The
-scales stay: a refit would tie all rows.
+again among the others as they were rounded, and no step raises f. H_O = 1 is the descent of refine.py, by
+which the scales are refitted between two passes: each row's as if the others stayed, all kept where f falls.
 
 Letters: W' (N, K) decoded codes, V what they should be; H_O (N, N), H_I (K, K), both damped; U (n, N) what a
 block of n columns has moved, times H_O.
@@ -27,7 +27,7 @@ from attar.kernels import columns as kernel
 from attar.quantization.columns import compiled_tiles
 from attar.quantization.grids import QuantizedTensor
 from attar.quantization.hessian import damped
-from attar.quantization.methods.refine import BLOCK, Descent, start
+from attar.quantization.methods.refine import BLOCK, Descent, refit_scales, start
 
 
 def refine_kronecker(
@@ -41,31 +41,37 @@ def refine_kronecker(
     damp_output: float = 0.1,
     mask: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Better codes at the same scales. Does not modify its inputs, but that diagonals are damped meanwhile.
+    """Better codes and scales for the same layer. Does not modify its inputs, but that diagonals are damped
+    meanwhile.
 
     Args:
         quantized: codes (N, K) to start from; its groups follow the column order.
         H_O: (N, N) float32, symmetric, not damped.
         H_I: (K, K), the same.
         target: V (N, K).
-        sweeps: passes over all entries, at most: a pass in which none moves is the last.
+        sweeps: passes over all entries, at most: a pass in which none moves is the last. The scales are
+            refitted between two.
         damp: added to H_I's diagonal, as a fraction of its mean.
         damp_output: the same for H_O.
         mask: bool (N, K); False: stays zero.
     """
-    device = quantized.codes.device
     H_O, H_I, target = (value.float().cpu() for value in (H_O, H_I, target))
-    on_cpu = QuantizedTensor(
-        quantized.grid, quantized.codes.cpu(), quantized.parameters.map(lambda value: value.cpu())
-    )
     ridge_output, ridge = damp_output * H_O.diagonal().mean(), damp * H_I.diagonal().mean()
     with damped(H_O, ridge_output) as output, damped(H_I, ridge) as H:
-        descent = start(on_cpu, H, None, target, None if mask is None else mask.cpu())
+        descent = start(
+            _on(torch.device("cpu"), quantized), H, None, target, None if mask is None else mask.cpu()
+        )
         descent.gradient = descent.gradient @ output
-        for _ in range(sweeps):
-            if not sweep_entries(descent, output):
-                break
-    return QuantizedTensor(quantized.grid, descent.quantized().codes.to(device), quantized.parameters)
+        while sweeps and sweep_entries(descent, output):
+            sweeps -= 1
+            if sweeps:
+                refit_scales(descent, output)
+    return _on(quantized.codes.device, descent.quantized())
+
+
+def _on(device: torch.device, quantized: QuantizedTensor) -> QuantizedTensor:
+    parameters = quantized.parameters.map(lambda value: value.to(device))
+    return QuantizedTensor(quantized.grid, quantized.codes.to(device), parameters)
 
 
 def sweep_entries(descent: Descent, output: Tensor) -> bool:
