@@ -487,7 +487,7 @@ def quantize(
     sparsity: float | str = 0.0,
     correct: float = 0.25,
     iterations: int = 200,
-    start: Literal["auto", "rtn", "gptq"] = "auto",
+    start: Literal["auto", "rtn", "gptq", "gptaq", "qronos", "yaqa"] = "auto",
     update: Literal["adam", "sign"] = "adam",
     steps: int = 300,
     learning_rate: float = 0.0001,

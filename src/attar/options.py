@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar, get_type_hints
 
 from attar.errors import SettingsError
@@ -36,6 +37,7 @@ class OptionField:
         title: heading of the group it belongs to; "": none.
         by: the option that chooses among variants; "": the option is always there.
         variants: the choices of ``by`` whose class has it.
+        choices: the allowed values, or empty; of variants what any of them allows.
     """
 
     field: dataclasses.Field[Any]
@@ -43,6 +45,7 @@ class OptionField:
     title: str = ""
     by: str = ""
     variants: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
 
 
 def option_fields(cls: type) -> tuple[OptionField, ...]:
@@ -59,20 +62,22 @@ def _options(cls: type, title: str) -> Iterator[OptionField]:
         elif dataclasses.is_dataclass(hints[field.name]):
             yield from _options(hints[field.name], inner)
         elif field.init:
-            yield OptionField(field, hints[field.name], title)
+            yield OptionField(field, hints[field.name], title, choices=field.metadata.get("choices", ()))
 
 
 def _variant_options(field: dataclasses.Field[Any], title: str) -> Iterator[OptionField]:
-    """Each option once, as the first variant that has it defines it."""
+    """Each option once, as the first variant that has it defines it; a value that the chosen variant does not
+    allow is refused by its class."""
     variants: Mapping[str, type] = field.metadata["variants"]
-    options: dict[str, OptionField] = {}
-    owners: dict[str, list[str]] = {}
+    owned: dict[str, dict[str, OptionField]] = {}
     for variant, cls in variants.items():
         for option in _options(cls, title):
-            options.setdefault(option.field.name, option)
-            owners.setdefault(option.field.name, []).append(variant)
-    for name, option in options.items():
-        yield dataclasses.replace(option, by=field.metadata["by"], variants=tuple(owners[name]))
+            owned.setdefault(option.field.name, {})[variant] = option
+    for owners in owned.values():
+        first, *_ = options = list(owners.values())
+        choices = dict.fromkeys(chain.from_iterable(option.choices for option in options))
+        allowed = tuple(choices) if all(option.choices for option in options) else ()
+        yield dataclasses.replace(first, by=field.metadata["by"], variants=tuple(owners), choices=allowed)
 
 
 def flatten(settings: Any) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def settings_of(cls: type) -> tuple[SettingField, ...]:
             kind=option.kind,
             default=default_of(option.field),
             help=str(option.field.metadata.get("help", "")),
-            choices=tuple(option.field.metadata.get("choices", ())),
+            choices=option.choices,
             title=variants_heading(option.by, option.variants) if option.by else option.title,
             by=option.by,
             variants=option.variants,

@@ -47,12 +47,31 @@ def test_an_option_of_other_methods_is_refused_by_name(method, capsys):
     assert foreign or method == "qat"
 
 
+ORIGIN = RecipeOrigin("stage 'quantize'", "recipe.yaml:3", {})
+
+
+@pytest.mark.parametrize("method", METHOD_SETTINGS)
+def test_every_choice_of_a_method_is_taken_where_others_have_fewer(method):
+    for option in dataclasses.fields(METHOD_SETTINGS[method]):
+        refused = ["group"] if method == "qat" else []  # by name, with its reason
+        for choice in sorted(set(option.metadata["choices"]) - {*refused}):
+            settings = parse(QuantizeSettings, {"method": method, option.name: choice}, ORIGIN)
+            assert getattr(settings.rounding, option.name) == choice
+
+
+def test_a_choice_that_only_another_method_has_is_refused(capsys):
+    parse(QuantizeSettings, {"method": "qat", "start": "qronos"}, ORIGIN)
+    with pytest.raises(RecipeError, match="start is 'qronos', but must be auto, rtn or gptq"):
+        parse(QuantizeSettings, {"method": "autoround", "start": "qronos"}, ORIGIN)
+    assert call(["quantize", "m", "-o", "x", "--method", "autoround", "--start", "qronos"]) == 2
+    assert "--start is 'qronos', but must be auto, rtn or gptq" in capsys.readouterr().err
+
+
 def test_a_resolved_recipe_may_write_out_defaults_of_other_methods():
-    origin = RecipeOrigin("stage 'quantize'", "recipe.yaml:3", {})
-    settings = parse(QuantizeSettings, {"method": "rtn", "damp": 0.01, "iterations": 200}, origin)
+    settings = parse(QuantizeSettings, {"method": "rtn", "damp": 0.01, "iterations": 200}, ORIGIN)
     assert settings == quantize_settings(method="rtn")
     with pytest.raises(RecipeError, match=r"damp is 0\.02, but must be left out with method rtn"):
-        parse(QuantizeSettings, {"method": "rtn", "damp": 0.02}, origin)
+        parse(QuantizeSettings, {"method": "rtn", "damp": 0.02}, ORIGIN)
 
 
 @pytest.mark.parametrize("method", METHOD_SETTINGS)

@@ -108,6 +108,7 @@ def test_gptq_is_closer_than_rtn_on_every_layer_and_in_the_logits(saved, tmp_pat
     [
         {"method": "autoround", "iterations": 2},
         {"method": "qat", "steps": 2},
+        {"method": "qat", "steps": 2, "start": "qronos"},
         {"method": "autoround", "iterations": 2, "start": "gptq"},
         {"method": "gptq"},
         {"method": "rtn"},

@@ -40,6 +40,7 @@ from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.position_weights import positions_of
 from attar.quantization.quantization_method import QuantizationMethod, RoundedModel, RoundingTask
 from attar.quantization.settings import (
+    GPTQ_KIN,
     AutoRoundSettings,
     AWQSettings,
     CalibrationSettings,
@@ -192,7 +193,8 @@ def train(task: RoundingTask) -> RoundedModel:
     settings, checkpoint, options = task.settings, task.checkpoint, task.settings.rounding
     assert isinstance(options, QATSettings)
     method = "gptq" if options.start == "auto" else options.start
-    first = replace(task, settings=replace(settings, method=method), work=task.work / "start")
+    of_start = settings.rounded_by(method) if method in GPTQ_KIN else replace(settings, method=method)
+    first = replace(task, settings=of_start, work=task.work / "start")
     started = round_layers(first).codes
     device = pick_device(settings.device)
     model, teacher = (unstack(load_model(checkpoint, dtype=torch.float32, device=device)) for _ in range(2))

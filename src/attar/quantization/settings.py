@@ -347,6 +347,12 @@ class CorrectingSettings(GPTQSettings):
         check_range("correct", self.correct, 0.0, 1.0, "between 0 and 1")
 
 
+GPTQ_KIN = ("gptq", "gptaq", "qronos", "yaqa")
+"""Methods that move columns against the errors of others."""
+
+START = "the rounding to start from; autoround: rtn (auto) or gptq; qat: any of these, gptq (auto)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class AutoRoundSettings:
     """Learn the rounding block by block."""
@@ -354,7 +360,7 @@ class AutoRoundSettings:
     smoothing: ClassVar[str] = "none"
 
     iterations: int = setting(200, "steps for each block")
-    start: str = setting("auto", "the rounding to start from; auto: rtn", ("auto", "rtn", "gptq"))
+    start: str = setting("auto", START, ("auto", "rtn", "gptq"))
     update: str = setting(
         "adam", "a step follows the gradient's sign (the paper's), or Adam", ("adam", "sign")
     )
@@ -368,7 +374,7 @@ class AutoRoundSettings:
 class QATSettings(GPTQSettings):
     """Train the whole model under quantization; scales, refine, damp and act_order are for the start."""
 
-    start: str = setting("auto", "the rounding to start from; auto: gptq", ("auto", "rtn", "gptq", "qronos"))
+    start: str = setting("auto", START, ("auto", "rtn", *GPTQ_KIN))
     steps: int = setting(300, "optimizer steps")
     learning_rate: float = setting(1e-4, "peak learning rate")
     distill: float = setting(1.0, "weight of the KL to the original model; the rest is cross-entropy")
@@ -392,9 +398,6 @@ METHOD_SETTINGS: dict[str, type] = {
     "qat": QATSettings,
 }
 """The options of each method. What the methods do is in rounding.METHODS."""
-
-GPTQ_KIN = ("gptq", "gptaq", "qronos", "yaqa")
-"""Methods that move columns against the errors of others."""
 
 OPTION_TOKENS = 1 << 15
 """Tokens of the Hessians by which options are rounded whose sensitivities are measured."""
@@ -470,9 +473,15 @@ class QuantizeSettings:
         if self.method != "auto":
             return self
         if not differentiable or self.amount is not None or self.tuning.preset("auto", bits) == "fast":
-            return replace(self, method="gptq")
-        shared = {field.name: getattr(self.rounding, field.name) for field in fields(GPTQSettings)}
-        return replace(self, method="yaqa", rounding=CorrectingSettings(**shared))
+            return self.rounded_by("gptq")
+        return self.rounded_by("yaqa")
+
+    def rounded_by(self, method: str) -> QuantizeSettings:
+        """The settings with another method, and of its options what this one has of them."""
+        kind = METHOD_SETTINGS[method]
+        names = {field.name for field in fields(kind)} & {field.name for field in fields(self.rounding)}
+        shared = {name: getattr(self.rounding, name) for name in names}
+        return replace(self, method=method, rounding=kind(**shared))
 
 
 def quantize_settings(**options: Any) -> QuantizeSettings:
