@@ -35,17 +35,22 @@ class OptionField:
 
     Attributes:
         title: heading of the group it belongs to; "": none.
-        by: the option that chooses among variants; "": the option is always there.
-        variants: the choices of ``by`` whose class has it.
         choices: the allowed values, or empty; of variants what any of them allows.
+        by: the option that chooses among variants; "": the option is always there.
+        by_variant: as each variant defines it, by the choices of ``by`` whose class has it.
     """
 
     field: dataclasses.Field[Any]
     kind: Any
     title: str = ""
-    by: str = ""
-    variants: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
+    by: str = ""
+    by_variant: Mapping[str, OptionField] = dataclasses.field(default_factory=dict)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The choices of ``by`` whose class has it."""
+        return tuple(self.by_variant)
 
 
 def option_fields(cls: type) -> tuple[OptionField, ...]:
@@ -62,22 +67,22 @@ def _options(cls: type, title: str) -> Iterator[OptionField]:
         elif dataclasses.is_dataclass(hints[field.name]):
             yield from _options(hints[field.name], inner)
         elif field.init:
-            yield OptionField(field, hints[field.name], title, choices=field.metadata.get("choices", ()))
+            yield OptionField(field, hints[field.name], title, tuple(field.metadata.get("choices", ())))
 
 
 def _variant_options(field: dataclasses.Field[Any], title: str) -> Iterator[OptionField]:
     """Each option once, as the first variant that has it defines it; a value that the chosen variant does not
     allow is refused by its class."""
     variants: Mapping[str, type] = field.metadata["variants"]
-    owned: dict[str, dict[str, OptionField]] = {}
+    owners: dict[str, dict[str, OptionField]] = {}
     for variant, cls in variants.items():
         for option in _options(cls, title):
-            owned.setdefault(option.field.name, {})[variant] = option
-    for owners in owned.values():
-        first, *_ = options = list(owners.values())
+            owners.setdefault(option.field.name, {})[variant] = option
+    for definitions in owners.values():
+        first, *_ = options = list(definitions.values())
         choices = dict.fromkeys(chain.from_iterable(option.choices for option in options))
         allowed = tuple(choices) if all(option.choices for option in options) else ()
-        yield dataclasses.replace(first, by=field.metadata["by"], variants=tuple(owners), choices=allowed)
+        yield dataclasses.replace(first, choices=allowed, by=field.metadata["by"], by_variant=definitions)
 
 
 def flatten(settings: Any) -> dict[str, Any]:

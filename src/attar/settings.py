@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar, Union, get_args, get_origin
 
 from attar.errors import RecipeError, SettingsError, UsageError, did_you_mean, nearest
 from attar.old_names import old_name
-from attar.options import default_of, differing, flatten, listed, misplaced, nest, option_fields
+from attar.options import OptionField, default_of, differing, flatten, listed, misplaced, nest, option_fields
 from attar.yaml import scalar
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class SettingField:
         choices: the allowed values, or empty.
         title: heading of its group in help, or empty.
         by: the option that chooses among variants; empty: none.
-        variants: the choices of ``by`` that take it; empty: all.
+        by_variant: as each variant defines it, by the choices of ``by`` that take it; empty: all.
         aliases: other spellings of choices, in capitals.
         hint: the hint for a value that is none of the choices; empty: the nearest one.
     """
@@ -56,9 +56,14 @@ class SettingField:
     choices: tuple[Any, ...]
     title: str = ""
     by: str = ""
-    variants: tuple[str, ...] = ()
+    by_variant: Mapping[str, SettingField] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     hint: Callable[[str], str] = field(default=lambda value: "")
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The choices of ``by`` that take it; empty: all."""
+        return tuple(self.by_variant)
 
     @property
     def many(self) -> bool:
@@ -78,20 +83,21 @@ class SettingField:
 
 def settings_of(cls: type) -> tuple[SettingField, ...]:
     """The options of a settings class, in order."""
-    return tuple(
-        SettingField(
-            name=option.field.name,
-            kind=option.kind,
-            default=default_of(option.field),
-            help=str(option.field.metadata.get("help", "")),
-            choices=option.choices,
-            title=variants_heading(option.by, option.variants) if option.by else option.title,
-            by=option.by,
-            variants=option.variants,
-            aliases=option.field.metadata.get("aliases", {}),
-            hint=option.field.metadata.get("hint", lambda value: ""),
-        )
-        for option in option_fields(cls)
+    return tuple(_setting_field(option) for option in option_fields(cls))
+
+
+def _setting_field(option: OptionField) -> SettingField:
+    return SettingField(
+        name=option.field.name,
+        kind=option.kind,
+        default=default_of(option.field),
+        help=str(option.field.metadata.get("help", "")),
+        choices=option.choices,
+        title=variants_heading(option.by, option.variants) if option.by else option.title,
+        by=option.by,
+        by_variant={variant: _setting_field(defined) for variant, defined in option.by_variant.items()},
+        aliases=option.field.metadata.get("aliases", {}),
+        hint=option.field.metadata.get("hint", lambda value: ""),
     )
 
 
@@ -149,19 +155,19 @@ def document(cls: type, without: Container[str] = ()) -> str:
     Args:
         without: names of settings that are documented elsewhere.
     """
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     settings = [setting for setting in settings_of(cls) if setting.name not in without]
     choices = dict.fromkeys((setting.by, name) for setting in settings for name in setting.variants)
+    groups: dict[tuple[str, str], list[str]] = {}
     for by, name in choices:
-        names_of_choice = tuple(
-            setting.name for setting in settings if setting.by == by and name in setting.variants
-        )
-        groups.setdefault((by, names_of_choice), []).append(name)
+        rows = [
+            setting.by_variant[name]
+            for setting in settings
+            if setting.by == by and name in setting.by_variant
+        ]
+        groups.setdefault((by, _table(rows)), []).append(name)
     tables = [_table([setting for setting in settings if not setting.variants])]
-    for (by, names_of_choice), names in groups.items():
-        heading = f"With `{by}` {listed([f'`{name}`' for name in names])}:"
-        rows = [setting for setting in settings if setting.name in names_of_choice]
-        tables.append(f"{heading}\n\n" + _table(rows))
+    for (by, table), names in groups.items():
+        tables.append(f"With `{by}` {listed([f'`{name}`' for name in names])}:\n\n{table}")
     return "\n".join(tables)
 
 

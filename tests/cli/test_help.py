@@ -137,7 +137,7 @@ def test_help_shows_every_setting_with_its_default_and_choices(
             told = text.split(option, 1)[1].split(" --", 1)[0]
             assert "[default: none]" not in told or re.search(r"\b(none|empty)\b", told.split("[default")[0])
         else:
-            assert f"[default: {short(setting.default)}]" in text
+            assert f"[default: {short(setting.default)}" in text
         if setting.choices:
             assert "|".join(str(choice) for choice in setting.choices) in text
 
@@ -161,3 +161,9 @@ def test_shell_completion(words: str, expected: list[str]) -> None:
 def test_completion_can_be_shown() -> None:
     done = run(_ATTAR_COMPLETE="source_bash")
     assert "_ATTAR_COMPLETE=complete_bash" in done.stdout
+
+
+def test_a_default_that_differs_by_variant_is_told_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["train-head", "-h"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "drafts at most [default: 4; dflash and dspark: 7]" in text

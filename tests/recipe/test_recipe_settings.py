@@ -27,6 +27,7 @@ from attar.settings import (
     parse,
     plain,
     settings_of,
+    short,
     title,
 )
 from tests.recipe.recipe_fakes import AddSettings
@@ -197,6 +198,15 @@ def test_every_settings_class_of_attar(cls: type) -> None:
     ] * len(common)
     assert all(f"| `{setting.name}` |" in table for setting in settings_of(cls))
     assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    for setting in common:
+        assert not setting.by_variant
+    for setting in settings_of(cls):
+        for variant, defined in setting.by_variant.items():
+            (its_table,) = (
+                part for part in table.split("With `")[1:] if f"`{variant}`" in part.split(":")[0]
+            )
+            (row,) = (line for line in its_table.splitlines() if line.startswith(f"| `{setting.name}` |"))
+            assert f"| `{short(defined.default)}` |" in row and row.endswith(f"| {defined.help} |")
 
 
 CHANGES = {
