@@ -170,20 +170,22 @@ class Bench:
         folder = self.folder(verb, source.name, settings)
         return folder if folder.exists() else getattr(attar, verb)(source, folder, **settings).path
 
-    def trained(self, verb: str, **settings: Any) -> tuple[Path, str]:
-        """What a verb trains of the model in ``--minutes``, once; and how many tokens it saw."""
-        settings |= {"data": self.valid, "sequence_length": LENGTH, "batch_size": BATCH, "device": "cpu"}
-        folder, threads = self.folder(verb, settings, self.args.minutes), self.args.threads
+    def trained(self, verb: str, source: Path, **settings: Any) -> tuple[Path, str]:
+        """What a verb trains of a model in ``--minutes``, once; and how many tokens it saw."""
+        common = {"data": self.valid, "sequence_length": LENGTH, "batch_size": BATCH, "device": "cpu"}
+        settings = common | settings
+        begun = [] if source == self.model else [source.name]
+        folder, threads = self.folder(verb, *begun, settings, self.args.minutes), self.args.threads
 
         def train(out: Path, clock: Any, steps: int = 2 * heads_training.PROBED) -> None:
-            getattr(attar, verb)(self.model, out, progress=clock, steps=steps, **settings)
+            getattr(attar, verb)(source, out, progress=clock, steps=steps, **settings)
 
         if not folder.exists():
             steps = heads_training.steps_within(self.args.minutes, folder, threads, train)
             train(folder, heads_training.StepClock(threads), steps)
         card = Card.read(folder)
         assert card is not None, f"{folder} has no card"
-        return folder, f"; saw {card.settings['steps'] * BATCH * LENGTH:,} tokens"
+        return folder, f"; saw {card.settings['steps'] * settings['batch_size'] * LENGTH:,} tokens"
 
     def folder(self, verb: str, *parts: Any) -> Path:
         """Of what a verb makes with these settings."""
@@ -234,15 +236,21 @@ def answers(bench: Bench, subject: Subject) -> Found:
     return {"right": ["".join(str(int(right)) for right in row) for row in rows]}
 
 
-def compressed(bench: Bench, sparsity: float = 0.0, half: bool = False, **rounding: str) -> Found:
-    """What is kept by SparseGPT without training, or by a student of half the layers, trained on the model's
-    predictions; then rounded: 4 bits in groups of 64, for 128 does not divide SmolLM2's width."""
+def compressed(
+    bench: Bench, zeros: str = "sparsegpt", sparsity: float = 0.0, half: bool = False, **rounding: str
+) -> Found:
+    """What is kept by zeros without training, by ALPS' zeros after a recovery, or by a student of half the
+    layers; both learn from the model's predictions. Then rounded: 4 bits in groups of 64, for 128 does not
+    divide SmolLM2's width."""
     folder, note = bench.model, ""
     if half:
         shape = {"keep_layers": 0.5, "layer_map": "influence", "optimizer": "muon"}
-        folder, note = bench.trained("distill", **shape)
+        folder, note = bench.trained("distill", folder, **shape)
     if sparsity:
-        folder = bench.made("prune", folder, method="sparsegpt", sparsity=sparsity)
+        folder = bench.made("prune", folder, method=zeros, sparsity=sparsity)
+    if sparsity and zeros == "alps":
+        teacher = {"teacher": str(bench.model), "batch_size": 2, "learning_rate": 3e-4}
+        folder, note = bench.trained("recover", folder, **teacher)
     if rounding:
         group = {"group_size": 64} if rounding["scheme"] == "W4A16" else {}
         folder = bench.made("quantize", folder, check_tokens=0, **group, **rounding)
@@ -361,7 +369,7 @@ def lossless(bench: Bench, temperature: float) -> Found:
 
 def dare(bench: Bench, density: float) -> Found:
     """What is left of a specialist's gain on its text where that share of its changes stays, rescaled."""
-    specialist, trained = bench.trained("recover", alpha=0.0)
+    specialist, trained = bench.trained("recover", bench.model, alpha=0.0)
     rows = torch.tensor(bench.passages(LENGTH, 8 * bench.args.texts))
 
     def losses(folder: Path) -> Tensor:
