@@ -82,6 +82,7 @@ def test_two_passes_are_coordinate_descent_by_hand(grid, masked):
     assert (ours.codes.double() != wanted).sum() <= 3
     before, after = (cost(quantized, W, H_O, H_I) for quantized in (started, ours))
     assert after < before
+    assert ours.parameters.stored == started.parameters.stored  # what a GGUF file holds
     if mask is not None and grid != Q5_1:  # which has no zero
         assert not ours.dequantize()[~mask].any()
 

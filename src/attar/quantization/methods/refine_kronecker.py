@@ -20,6 +20,8 @@ book (NF4), codes stay as they are.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -56,22 +58,20 @@ def refine_kronecker(
         mask: bool (N, K); False: stays zero.
     """
     H_O, H_I, target = (value.float().cpu() for value in (H_O, H_I, target))
+    on_cpu = QuantizedTensor(
+        quantized.grid, quantized.codes.cpu(), quantized.parameters.map(lambda value: value.cpu())
+    )
     ridge_output, ridge = damp_output * H_O.diagonal().mean(), damp * H_I.diagonal().mean()
     with damped(H_O, ridge_output) as output, damped(H_I, ridge) as H:
-        descent = start(
-            _on(torch.device("cpu"), quantized), H, None, target, None if mask is None else mask.cpu()
-        )
+        descent = start(on_cpu, H, None, target, None if mask is None else mask.cpu())
         descent.gradient = descent.gradient @ output
         while sweeps and sweep_entries(descent, output):
             sweeps -= 1
             if sweeps:
                 refit_scales(descent, output)
-    return _on(quantized.codes.device, descent.quantized())
-
-
-def _on(device: torch.device, quantized: QuantizedTensor) -> QuantizedTensor:
-    parameters = quantized.parameters.map(lambda value: value.to(device))
-    return QuantizedTensor(quantized.grid, quantized.codes.to(device), parameters)
+    device, codes = quantized.codes.device, descent.quantized().codes
+    parameters = replace(quantized.parameters, scale=descent.parameters.scale.to(device))
+    return QuantizedTensor(quantized.grid, codes.to(device), parameters)
 
 
 def sweep_entries(descent: Descent, output: Tensor) -> bool:
