@@ -34,8 +34,8 @@ from attar.walks.settings import TrainSettings
 from attar.walks.train import TrainHistory, train
 
 CHUNK = 1 << 24  # logits that exist at once
-RATES = {2: 4e-3, 3: 2e-3}
-RATE = 1e-3
+RATES = {2: 2e-3, 3: 1e-3}
+RATE = 5e-4
 """Learning rates by bits, rounded down, and above: on SmolLM2-135M-Instruct 1e-2 diverges at 3 bits."""
 
 WARMUP = 4  # steps
