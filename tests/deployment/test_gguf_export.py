@@ -95,7 +95,7 @@ def test_the_file_holds_what_its_grids_say(wide, tmp_path):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
+@pytest.mark.parametrize("rounding", ["gptq", "yaqa", "nearest"])
 def test_numbers_of_blocks_and_norms_are_tuned_at_the_same_bytes(wide, tmp_path, rounding):
     """Codes stay; of a k-quant d and d_m alone differ, and norms."""
     files = {}
