@@ -231,8 +231,8 @@ def refit_scales(descent: Descent, output: Tensor | None = None) -> None:
     assert parameters is not None
     change = (parameters.scale - old).repeat_interleave(K // G, 1).mul_(unit).T.contiguous()
     after = torch.addmm(descent.gradient, descent.H, change if output is None else change @ output)
-    gain = (change * (descent.gradient + after)).sum(0)
-    better = (gain if output is None else gain.sum().expand_as(gain)) < 0
+    rise = (change * (descent.gradient + after)).sum(0)
+    better = (rise if output is None else rise.sum().expand_as(rise)) < 0
     kept = torch.where(better[:, None], parameters.scale, old)
     descent.parameters = TileParameters(kept, descent.parameters.zero, descent.parameters.minimum)
     descent.current.add_(change.mul_(better))
