@@ -10,9 +10,9 @@ Quality: every cell is a file of one type mix. llama.cpp quantizes our F16 file,
 matrix of the same calibration rows (ours, in its own format); auto-round learns on these rows, and with 0
 iterations only rounds; attar rounds to nearest, plain and with importance, or with data, and
 ``nearest,effort=good`` tunes the blocks' numbers behind it; ``mix+`` is our own choice of types within the
-bytes of the mix. All files are opened by attar's reader and measured on the same
-held-out text against the original: KL in nats per token, top-1 agreement, perplexity. ``MB`` counts all
-tensors; a line says so where files differ.
+bytes of the mix. All files are opened by attar's reader and measured on the same held-out text against the
+original: KL in nats per token, top-1 agreement, perplexity. ``MB`` counts all tensors; a line says so where
+files differ.
 
 Speed: seconds and largest resident set of a process that quantizes: attar from safetensors, llama.cpp from
 the F16 file; ``default`` is what the command does unasked: nearest with an importance matrix that it makes
@@ -52,7 +52,7 @@ from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import load_subject
 
 HERE = Path(__file__).parent
-PEER, LEARNING = "llama-cpp", "auto-round"
+LLAMA_CPP, AUTO_ROUND = "llama-cpp", "auto-round"
 DATALESS = {"nearest", "plain", "mix+nearest"}
 
 
@@ -61,30 +61,32 @@ def threads() -> int:
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 
-def peer_quantize(source: Path, target: Path, kind: str, imatrix: Path | None) -> dict[str, Any]:
+def llama_cpp_quantize(source: Path, target: Path, kind: str, imatrix: Path | None) -> dict[str, Any]:
     """Quantize a file with llama.cpp, in its environment."""
     weighted = str(imatrix) if imatrix else None
     job = {"source": source, "target": target, "type": kind, "threads": threads(), "imatrix": weighted}
-    return ran(PEER, environments.python(PEER), "llamacpp_run.py", job)
+    return answer_of(LLAMA_CPP, environments.python(LLAMA_CPP), "llamacpp_run.py", job)
 
 
-def learned(model: str, target: Path, kind: str, iterations: int, plain: Path, common: Any) -> dict[str, Any]:
+def auto_round_quantize(
+    model: str, target: Path, kind: str, iterations: int, plain: Path, common: Any
+) -> dict[str, Any]:
     """Quantize with auto-round, in its environment, by the rows that attar would take."""
     tokens, length = target.with_suffix(".safetensors"), common["sequence_length"]
     given = {name: common[name] for name in ("samples", "seed", "data")}
     write_tokens(model, tokens, length=length, **given)
     job = {"model": open_checkpoint(model).path, "tokens": tokens, "target": target, "type": kind}
     job |= {"iterations": iterations, "like": plain}
-    return ran(LEARNING, environments.python(LEARNING), "autoround_gguf_run.py", job)
+    return answer_of(AUTO_ROUND, environments.python(AUTO_ROUND), "autoround_gguf_run.py", job)
 
 
 def our_export(model: str, target: Path, **settings: Any) -> dict[str, Any]:
     """Export with attar, in a process of its own."""
     job = {"model": model, "target": target, "settings": settings}
-    return ran("attar", sys.executable, "attar_export_run.py", job)
+    return answer_of("attar", sys.executable, "attar_export_run.py", job)
 
 
-def ran(tool: str, python: Path | str, runner: str, job: dict[str, Any]) -> dict[str, Any]:
+def answer_of(tool: str, python: Path | str, runner: str, job: dict[str, Any]) -> dict[str, Any]:
     """What a tool's runner answers."""
     text = json.dumps({**job, "started": time.time()}, default=str)
     ended = subprocess.run([str(python), str(HERE / "peers" / runner), text], capture_output=True, text=True)
@@ -146,9 +148,9 @@ def cells(args: argparse.Namespace) -> list[tuple[str, str]]:
     ours = [("attar", "nearest"), ("attar", "nearest+imatrix")]
     ours += [("attar", rounding) for rounding in args.roundings if rounding != "nearest"]
     ours += [("attar", f"mix+{rounding}") for rounding in args.mixes]
-    theirs = [(PEER, "plain"), (PEER, "imatrix")] if PEER in args.peers else []
-    learning = [(LEARNING, f"{count} iterations") for count in (0, args.iterations)]
-    return [*theirs, *(learning if LEARNING in args.peers else []), *ours]
+    theirs = [(LLAMA_CPP, "plain"), (LLAMA_CPP, "imatrix")] if LLAMA_CPP in args.peers else []
+    learning = [(AUTO_ROUND, f"{count} iterations") for count in (0, args.iterations)]
+    return [*theirs, *(learning if AUTO_ROUND in args.peers else []), *ours]
 
 
 def make(
@@ -169,9 +171,11 @@ def make(
     plain = work / f"{Path(name).name.replace(':', '-')}-F16.gguf"
     if not plain.exists():
         our_export(name, plain, type="F16")
-    if tool == LEARNING:
-        return learned(name, file, kind, int(method.split()[0]), plain, common)
-    return peer_quantize(plain, file, kind, importance(name, common, work) if method == "imatrix" else None)
+    if tool == AUTO_ROUND:
+        return auto_round_quantize(name, file, kind, int(method.split()[0]), plain, common)
+    return llama_cpp_quantize(
+        plain, file, kind, importance(name, common, work) if method == "imatrix" else None
+    )
 
 
 def importance(name: str, common: dict[str, Any], work: Path) -> Path:
@@ -229,7 +233,7 @@ def speed(args: argparse.Namespace, work: Path) -> str:
         for tool, name in cells:
             wall, call = (min(run[part] for run in runs[tool, name]) for part in ("wall", "seconds"))
             peak = max(run["peak_rss_mb"] for run in runs[tool, name])
-            theirs = min((run["wall"] for run in runs.get((PEER, name), [])), default=math.nan)
+            theirs = min((run["wall"] for run in runs.get((LLAMA_CPP, name), [])), default=math.nan)
             ratio = "" if math.isnan(theirs) else f"{wall / theirs:.2f}"
             lines.append(f"| {kind} | {tool} | {name} | {wall:.1f} | {ratio} | {call:.1f} | {peak:.0f} |")
     return "\n".join(lines)
@@ -237,7 +241,9 @@ def speed(args: argparse.Namespace, work: Path) -> str:
 
 def tools(name: str, args: argparse.Namespace) -> list[str]:
     """Who rounds so."""
-    return ["attar"] if PEER not in args.peers or not name.startswith("nearest") else ["attar", PEER]
+    return (
+        ["attar"] if LLAMA_CPP not in args.peers or not name.startswith("nearest") else ["attar", LLAMA_CPP]
+    )
 
 
 def timed(
@@ -255,8 +261,8 @@ def timed(
     file.unlink(missing_ok=True)
     if name == "rtn":
         return our_quantize(model, work / "rtn")
-    if tool == PEER:
-        run = peer_quantize(plain, file, kind, imatrix if weighted else None)
+    if tool == LLAMA_CPP:
+        run = llama_cpp_quantize(plain, file, kind, imatrix if weighted else None)
     elif name == "default":
         run = our_export(model, file, type=kind, data=common["data"])
     elif name.startswith("nearest"):
@@ -291,7 +297,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mixes", nargs="*", default=["nearest", "qronos"], help="roundings on types of our own choice"
     )
-    parser.add_argument("--peers", nargs="*", choices=[PEER, LEARNING], default=[PEER])
+    parser.add_argument("--peers", nargs="*", choices=[LLAMA_CPP, AUTO_ROUND], default=[LLAMA_CPP])
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round, for each block")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration rows")
     parser.add_argument("--samples", type=int, default=128)

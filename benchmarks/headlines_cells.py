@@ -174,8 +174,8 @@ class Bench:
         """What a verb trains of a model in ``--minutes``, once; and how many tokens it saw."""
         common = {"data": self.valid, "sequence_length": LENGTH, "batch_size": BATCH, "device": "cpu"}
         settings = common | settings
-        begun = [] if source == self.model else [source.name]
-        folder, threads = self.folder(verb, *begun, settings, self.args.minutes), self.args.threads
+        folder = self.folder(verb, source.name, settings, self.args.minutes)
+        threads = self.args.threads
 
         def train(out: Path, clock: Any, steps: int = 2 * heads_training.PROBED) -> None:
             getattr(attar, verb)(source, out, progress=clock, steps=steps, **settings)

@@ -177,7 +177,7 @@ def llama_cpp_mix(kind: str, options: argparse.Namespace, out: Path) -> tuple[in
     """A mix of llama.cpp's, made by llama.cpp with an importance matrix."""
     common = {"samples": SAMPLES, "sequence_length": LENGTH, "data": options.data, "seed": 0}
     file, work = out.with_name(f"{out.name}.gguf"), options.out
-    gguf_files.make(options.model, gguf_files.PEER, "imatrix", kind, file, common, work, 0)
+    gguf_files.make(options.model, gguf_files.LLAMA_CPP, "imatrix", kind, file, common, work, 0)
     settings = EvaluateSettings(
         data=options.test or options.data, tokens=options.tokens, speed=False, sample=""
     )

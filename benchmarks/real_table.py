@@ -223,7 +223,7 @@ def best_gguf(args: argparse.Namespace) -> dict[str, Best]:
     seeds: dict[tuple[str, str], list[float]] = {}
     for text, cell in gguf_files.read_cache(gguf_options(args).cache).items():
         _, kind, tool, method, seed, *measured = json.loads(text)
-        if tool != gguf_files.PEER or measured[:3] != [args.samples, args.length, args.tokens]:
+        if tool != gguf_files.LLAMA_CPP or measured[:3] != [args.samples, args.length, args.tokens]:
             continue
         if seed in args.seeds:
             seeds.setdefault((kind, f"llama.cpp {method}"), []).append(cell["kl"])

@@ -66,6 +66,16 @@ class SettingField:
         return tuple(self.by_variant)
 
     @property
+    def default_text(self) -> str:
+        """The default, and those of variants that have another one: ``4; dflash and dspark: 7``."""
+        others: dict[str, list[str]] = {}
+        for variant, defined in self.by_variant.items():
+            if defined.default != self.default:
+                others.setdefault(short(defined.default), []).append(variant)
+        parts = [f"{listed(names)}: {default}" for default, names in others.items()]
+        return "; ".join([short(self.default), *parts])
+
+    @property
     def many(self) -> bool:
         """Whether the setting is a list."""
         return any(get_origin(kind) is tuple for kind in _members(self.kind))
@@ -140,8 +150,9 @@ def title(settings: Any) -> str:
     always = _ALWAYS if hasattr(settings, "method") else (*_ALWAYS, "steps")
     values = flatten(settings)
     for setting in settings_of(type(settings)):
-        value = values.get(setting.name, setting.default)
-        shown = setting.name in values and (value != setting.default or setting.name in always)
+        default = setting.by_variant.get(values.get(setting.by, ""), setting).default
+        value = values.get(setting.name, default)
+        shown = setting.name in values and (value != default or setting.name in always)
         if shown and setting.name not in ("data", "seed", "config"):
             name = "" if setting.name in _UNNAMED else setting.name.replace("_", " ") + " "
             words.append(name + short(value))

@@ -53,8 +53,9 @@ ORIGIN = RecipeOrigin("stage 'quantize'", "recipe.yaml:3", {})
 @pytest.mark.parametrize("method", METHOD_SETTINGS)
 def test_every_choice_of_a_method_is_taken_where_others_have_fewer(method):
     for option in dataclasses.fields(METHOD_SETTINGS[method]):
-        refused = ["group"] if method == "qat" else []  # by name, with its reason
-        for choice in sorted(set(option.metadata["choices"]) - {*refused}):
+        for choice in option.metadata["choices"]:
+            if (method, choice) == ("qat", "group"):  # refused with its reason
+                continue
             settings = parse(QuantizeSettings, {"method": method, option.name: choice}, ORIGIN)
             assert getattr(settings.rounding, option.name) == choice
 

@@ -173,6 +173,12 @@ def test_title_tells_what_differs() -> None:
     )
 
 
+def test_title_knows_the_defaults_of_the_variant() -> None:
+    cls = STAGES["train-head"].settings_class()
+    assert "drafts" not in title(parse(cls, {"head": "dflash"}, PYTHON))
+    assert "drafts 4" in title(parse(cls, {"head": "dflash", "drafts": 4}, PYTHON))
+
+
 def test_title_tells_steps_only_where_they_are_the_work() -> None:
     """Most methods of quantization train nothing, whatever their default number of steps."""
     assert title(quantize_settings(method="gptq", scheme="W4A16")) == "W4A16, gptq"

@@ -23,7 +23,6 @@ import typer.main
 from attar.checkpoint.processes import rank
 from attar.cli.guard import exit_on_error
 from attar.cli.help_text import EXAMPLES, heading_of
-from attar.options import listed
 from attar.printable import printable
 from attar.progress import SILENT, Progress, Terminal
 from attar.settings import (
@@ -32,7 +31,6 @@ from attar.settings import (
     option,
     parse,
     settings_of,
-    short,
 )
 from attar.tracking.track import TRACKERS, track
 
@@ -265,14 +263,7 @@ def _default_text(setting: SettingField) -> str:
         return "  [required]"
     unused = setting.default in (None, "", (), "none")
     explained = re.search(r"\b(none|empty)\b[:;,.)]|\bnone\b", setting.help)
-    if unused and not explained:
-        return ""
-    others: dict[str, list[str]] = {}
-    for variant, defined in setting.by_variant.items():
-        if defined.default != setting.default:
-            others.setdefault(short(defined.default), []).append(variant)
-    more = "".join(f"; {listed(names)}: {default}" for default, names in others.items())
-    return f"  [default: {short(setting.default)}{more}]"
+    return "" if unused and not explained else f"  [default: {setting.default_text}]"
 
 
 def _completer(choices: list[str]) -> Callable[[str], list[str]]:

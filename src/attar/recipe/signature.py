@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from attar.recipe.stages import settings_classes
-from attar.settings import SettingField, settings_of, short
+from attar.settings import SettingField, settings_of
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -76,7 +76,7 @@ def _table(settings: Sequence[SettingField]) -> str:
         if setting.title != title:
             title = setting.title
             lines.append(f"  {title}:" if title else "")
-        default = "required" if setting.default is dataclasses.MISSING else short(setting.default)
+        default = "required" if setting.default is dataclasses.MISSING else setting.default_text
         choices = f"{' | '.join(map(str, setting.choices))}; " if setting.choices else ""
         text = f"{setting.name}: {setting.help} [{choices}default: {default}]"
         wrapped = textwrap.wrap(text, 100, subsequent_indent="    ", break_on_hyphens=False)
