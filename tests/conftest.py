@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,12 @@ from tests.cpu_seconds import (  # noqa: F401  (hooks)
 )
 
 gc.disable()  # until all tests are collected: scans of what is all kept were half of that time
+
+
+def pytest_configure() -> None:
+    """Shells start what runs in the background with SIGINT ignored; tests send it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

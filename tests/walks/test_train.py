@@ -135,7 +135,7 @@ def test_a_stopped_run_ends_its_step_and_goes_on_from_there(tmp_path, optimizer,
 
 def test_a_second_signal_ends_at_once(tmp_path):
     def twice(model, tokens):
-        signal.raise_signal(signal.SIGINT)  # to this thread: two that another one takes late would be one
+        signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the second one must have ended this step")
 
